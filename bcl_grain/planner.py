@@ -1,0 +1,290 @@
+"""The planner: which records of a stream make which pack, and in which order the packs come.
+
+Pure and deterministic: no Grain, no JAX, no clock, no I/O. The Grain dataset, the simulator and the benchmarks
+call the same functions:
+
+    state = initial_state(config)
+    while not finished(config, state):
+        new_costs = costs of the next records_wanted(config, state) arrivals, or of fewer where the stream ends
+        cycle = plan_cycle(config, state, new_costs, final=stream has ended)
+        ... cycle.packs holds arrival positions, counted from the start of the stream ...
+        state = cycle.state
+
+A *cycle* is what one call plans. `packs_per_step` consecutive packs make a *step*: they go to the local devices of
+one host at the same time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import zlib
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from bcl_grain.partition import balanced_partition
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+Policy = Literal["arrival", "windowed"]
+Order = Literal["shuffled", "aligned"]
+Tail = Literal["drop", "keep", "pad"]
+
+FILLER = -1
+"""Stands for a weightless record in a pack: with `tail="pad"` where the stream has too few records."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerConfig:
+    """What a plan depends on, besides the costs.
+
+    Attributes:
+        pack_size: Records in a pack.
+        packs_per_step: Packs of this stream that one step consumes: the local devices it feeds.
+        lookahead: Pool length in steps. The pool holds `pack_size * packs_per_step * lookahead` records.
+        policy: `arrival` takes consecutive records (the baseline); `windowed` partitions one full pool after the
+            other into packs of balanced cost.
+        order: In which order a cycle's steps come. `shuffled`: independently on every stream. `aligned`: ranked by
+            cost and placed by a permutation that is alike on all streams with the same seed, so that the dearest
+            steps of all ranks meet. Arrival keeps the order of arrival.
+        tail: What happens to arrivals that don't fill a step when the stream ends: `drop` them before planning,
+            `keep` them as a short last step, or `pad` the last step with weightless records.
+        num_packs: Packs that the stream gives in all, a multiple of `packs_per_step`; the same on every rank, from
+            the global record count. Default: as many as the stream fills.
+        seed: Key of the order.
+
+    Raises:
+        ValueError: If a value is out of range; the message shows it.
+    """
+
+    pack_size: int
+    packs_per_step: int = 1
+    lookahead: int = 32
+    policy: Policy = "windowed"
+    order: Order = "shuffled"
+    tail: Tail = "drop"
+    num_packs: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("pack_size", 1), ("packs_per_step", 1), ("lookahead", 1), ("seed", 0)):
+            _check_integer(name, getattr(self, name), least)
+        for name, allowed in (("policy", Policy), ("order", Order), ("tail", Tail)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
+        if self.num_packs is not None:
+            _check_integer("num_packs", self.num_packs, 1)
+            if self.num_packs % self.packs_per_step:
+                raise ValueError(
+                    f"num_packs {self.num_packs} is not a multiple of packs_per_step {self.packs_per_step}: the "
+                    "last step would not feed every device"
+                )
+
+    @property
+    def step_records(self) -> int:
+        """Records that one step consumes."""
+        return self.pack_size * self.packs_per_step
+
+    @property
+    def pool_records(self) -> int:
+        """Records that the pool holds, W in the formulas."""
+        return self.step_records * self.lookahead
+
+    def describe(self) -> str:
+        """Returns every setting as one line, `name=value` apart by spaces: a checkpoint's fingerprint.
+
+        >>> PlannerConfig(pack_size=4, lookahead=2).describe()
+        'pack_size=4 packs_per_step=1 lookahead=2 policy=windowed order=shuffled tail=drop num_packs=None seed=0'
+        """
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    try:
+        if isinstance(value, bool) or operator.index(value) < least:  # type: ignore[arg-type]
+            raise TypeError
+    except TypeError:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolState:
+    """What a stream's planner carries from cycle to cycle.
+
+    Attributes:
+        cycle: Cycles planned so far.
+        read: Records read so far: the position of the next arrival.
+        emitted: Packs emitted so far.
+        live: [n] positions of records in the pool, ascending.
+        costs: [n] their costs.
+    """
+
+    cycle: int
+    read: int
+    emitted: int
+    live: IntArray
+    costs: FloatArray
+
+
+class Cycle(NamedTuple):
+    """One planned cycle.
+
+    Attributes:
+        packs: Arrival positions, ascending in each pack, with `FILLER` for weightless records; whole steps.
+        state: What the next cycle starts from.
+        dropped: Arrivals that were left out because they don't fill a step.
+    """
+
+    packs: list[list[int]]
+    state: PoolState
+    dropped: int
+
+
+def initial_state(config: PlannerConfig) -> PoolState:
+    """Returns the state before the first record."""
+    del config  # every policy starts from an empty pool
+    return PoolState(0, 0, 0, np.empty(0, np.int64), np.empty(0, np.float64))
+
+
+def finished(config: PlannerConfig, state: PoolState) -> bool:
+    """Whether `num_packs` packs were emitted. Without `num_packs` only the stream's end says so."""
+    return config.num_packs is not None and state.emitted >= config.num_packs
+
+
+def records_wanted(config: PlannerConfig, state: PoolState) -> int:
+    """Returns how many new records the next cycle takes, unless the stream ends before."""
+    size = config.step_records if config.policy == "arrival" else config.pool_records
+    if config.num_packs is not None:
+        size = min(size, config.num_packs * config.pack_size - state.read)
+    return size
+
+
+def plan_cycle(config: PlannerConfig, state: PoolState, new_costs: npt.ArrayLike, *, final: bool) -> Cycle:
+    """Plans one cycle.
+
+    Args:
+        config: The settings.
+        state: What the last cycle returned, or `initial_state(config)`.
+        new_costs: [n] costs of the arrivals since, positive and finite; n is `records_wanted(config, state)`, or
+            less if `final`.
+        final: Whether the stream has no more records.
+
+    Returns:
+        The packs and the next state. No packs mean that the stream is at its end.
+
+    Raises:
+        ValueError: If a stream that is not final brings too few records, or one with `tail="drop"` ends before its
+            first step is full, or before `num_packs` packs are.
+
+    Complexity: O(W log W) for a pool of W records.
+
+    >>> config = PlannerConfig(pack_size=2, lookahead=2)
+    >>> plan_cycle(config, initial_state(config), [9.0, 1.0, 8.0, 2.0], final=False).packs
+    [[2, 3], [0, 1]]
+    """
+    new = np.asarray(new_costs, np.float64)
+    wanted = records_wanted(config, state)
+    if new.size != wanted and not (final and new.size < wanted):
+        raise ValueError(f"the cycle wants {wanted} new records, got {new.size} (final={final})")
+    positions = np.concatenate([state.live, np.arange(state.read, state.read + new.size)])
+    costs = np.concatenate([state.costs, new])
+    left_over = positions.size % config.step_records
+    whole = positions.size - left_over
+    steps = _ordered(config, state.cycle, _STEPS[config.policy](config, costs[:whole]), costs)
+    packs = [pack for step in steps for pack in positions[step].tolist()]
+    dropped = 0
+    if final:
+        tail, dropped = _tail_packs(config, positions[whole:], costs[whole:], state.emitted + len(packs))
+        packs += tail
+    state = PoolState(
+        cycle=state.cycle + 1,
+        read=state.read + new.size,
+        emitted=state.emitted + len(packs),
+        live=np.empty(0, np.int64),
+        costs=np.empty(0, np.float64),
+    )
+    return Cycle(packs, state, dropped)
+
+
+def _arrival_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:
+    return np.arange(costs.size).reshape(-1, config.packs_per_step, config.pack_size)
+
+
+def _windowed_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:
+    """Partitions the pool; packs next to each other in cost share a step, so a host's devices wait least."""
+    packs = np.array(balanced_partition(costs, max(1, costs.size // config.pack_size)), np.int64)
+    packs = packs.reshape(-1, config.pack_size)
+    if config.packs_per_step > 1:
+        packs = packs[np.argsort(-_sums(costs, packs), kind="stable")]
+    return packs.reshape(-1, config.packs_per_step, config.pack_size)
+
+
+_STEPS: dict[str, Callable[[PlannerConfig, FloatArray], IntArray]] = {
+    "arrival": _arrival_steps,
+    "windowed": _windowed_steps,
+}
+"""How a policy groups a pool of whole steps: costs -> pool positions [steps, packs_per_step, pack_size]."""
+
+
+def _ordered(config: PlannerConfig, cycle: int, steps: IntArray, costs: FloatArray) -> IntArray:
+    """Puts a cycle's steps into the order in which they come, and everything inside a step in order of arrival."""
+    steps = np.sort(steps, axis=2)
+    if config.packs_per_step > 1:
+        by_arrival = np.argsort(steps[:, :, 0], axis=1, kind="stable")
+        steps = np.take_along_axis(steps, by_arrival[:, :, None], axis=1)
+    if config.policy == "arrival" or len(steps) < 2:
+        return steps
+    # The partition numbers packs by their dearest record: going by arrival forgets that, so that a permutation
+    # alike on all streams still shuffles each independently.
+    steps = steps[np.argsort(steps[:, 0, 0], kind="stable")]
+    if config.order == "aligned":
+        steps = steps[np.argsort(-_sums(costs, steps.reshape(len(steps), -1)), kind="stable")]
+    return steps[_permutation(config.seed, cycle, len(steps))]
+
+
+def _permutation(seed: int, cycle: int, n: int) -> IntArray:
+    """Returns a permutation keyed by its arguments; raw bits are stable between NumPy's versions, methods aren't."""
+    return np.argsort(np.random.PCG64([seed, cycle, n]).random_raw(n), kind="stable")
+
+
+def _sums(costs: FloatArray, groups: IntArray) -> FloatArray:
+    """Returns the sum of each row of `groups`, added from left to right so that every machine rounds alike."""
+    return np.add.accumulate(costs[groups], axis=1)[:, -1]
+
+
+def _tail_packs(
+    config: PlannerConfig, positions: IntArray, costs: FloatArray, emitted: int
+) -> tuple[list[list[int]], int]:
+    """Returns the packs of the last, incomplete step and of those still missing, and how many arrivals to drop."""
+    missing = 0 if config.num_packs is None else config.num_packs - emitted
+    if config.tail == "drop":
+        if missing or (positions.size and not emitted):
+            needed = config.step_records if config.num_packs is None else config.num_packs * config.pack_size
+            raise ValueError(
+                f"the stream ended after {emitted * config.pack_size + positions.size} records, but {needed} are "
+                f"needed ({config.describe()}): use tail='keep' or tail='pad', or a smaller pack_size or num_packs"
+            )
+        return [], int(positions.size)
+    steps = max(missing // config.packs_per_step, 1 if positions.size else 0)
+    packs: list[list[int]] = []
+    for step in range(steps):
+        real = positions if step == 0 else positions[:0]
+        padded = np.concatenate([real, np.full(config.step_records - real.size, FILLER)])
+        weights = np.concatenate([costs[: real.size], np.zeros(config.step_records - real.size)])
+        for pack in balanced_partition(weights, config.packs_per_step):
+            records = sorted(int(p) for p in padded[pack] if p != FILLER)
+            filler = [FILLER] * (config.pack_size - len(records)) if config.tail == "pad" else []
+            packs.append(records + filler)
+    return packs, 0
+
+
+def plan_digest(packs: list[list[int]]) -> int:
+    """Returns a checksum of a plan (CRC-32): a restored pipeline compares it with the plan it makes again."""
+    digest = 0
+    for pack in packs:
+        digest = zlib.crc32(np.asarray(pack, "<i8").tobytes(), zlib.crc32(len(pack).to_bytes(4, "little"), digest))
+    return digest
