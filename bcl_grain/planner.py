@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -129,6 +129,16 @@ class PoolState:
     live: IntArray
     costs: FloatArray
 
+    def scalars(self) -> dict[str, int]:
+        """Returns all but the live records, JSON-safe: what a checkpoint keeps of this state."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("live", "costs")}
+
+    @classmethod
+    def from_scalars(cls, scalars: Mapping[str, int]) -> PoolState:
+        """Returns the state that `scalars` were taken from, its pool still empty."""
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("live", "costs")]
+        return cls(**{n: scalars[n] for n in names}, live=np.empty(0, np.int64), costs=np.empty(0, np.float64))
+
 
 class Cycle(NamedTuple):
     """One planned cycle.
@@ -157,10 +167,46 @@ def finished(config: PlannerConfig, state: PoolState) -> bool:
 
 def records_wanted(config: PlannerConfig, state: PoolState) -> int:
     """Returns how many new records the next cycle takes, unless the stream ends before."""
-    size = config.step_records if config.policy == "arrival" else config.pool_records
+    size = _cycle_records(config)
     if config.num_packs is not None:
         size = min(size, config.num_packs * config.pack_size - state.read)
     return size
+
+
+def _cycle_records(config: PlannerConfig) -> int:
+    return config.step_records if config.policy == "arrival" else config.pool_records
+
+
+def cohort_start(config: PlannerConfig, position: int, *, following: bool = False) -> int:
+    """Returns where the cohort of an arrival starts: the records that one cycle reads together.
+
+    Args:
+        config: The settings.
+        position: The arrival.
+        following: Return the start of the next cohort instead.
+
+    >>> cohort_start(PlannerConfig(pack_size=2, lookahead=2), 5)
+    4
+    """
+    size = _cycle_records(config)
+    return (position // size + following) * size
+
+
+def state_at(config: PlannerConfig, index: int) -> tuple[PoolState, int]:
+    """Returns the state at the start of the cycle that gives pack `index`, and the pack's place in the cycle.
+
+    Raises:
+        ValueError: If `index` is negative.
+
+    >>> state_at(PlannerConfig(pack_size=2, lookahead=4), 6)[1]
+    2
+    """
+    if index < 0:
+        raise ValueError(f"the index of a pack must be at least 0, got {index!r}")
+    records = _cycle_records(config)
+    cycle, next_pack = divmod(index, records // config.pack_size)
+    scalars = {"cycle": cycle, "read": cycle * records, "emitted": index - next_pack}
+    return PoolState.from_scalars(scalars), next_pack
 
 
 def plan_cycle(config: PlannerConfig, state: PoolState, new_costs: npt.ArrayLike, *, final: bool) -> Cycle:

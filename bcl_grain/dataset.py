@@ -1,0 +1,354 @@
+"""The Grain transformation: records in, packs of balanced cost out.
+
+    parent iterator --> pool (records by arrival position) --> plan_cycle --> packs, one at a time
+                          ^ `pack_size` records are read at every `next()`, so that the pool for the
+                            next cycle is full just when the current one has come out
+
+A checkpoint holds no record. It says where the parent stood before the oldest record that is still in the pool,
+which records since are still there, and how far the current cycle has come; restoring reads those records again
+and plans again.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import grain
+import numpy as np
+from absl import logging
+
+from bcl_grain.costs import CostFn, checked_cost
+from bcl_grain.planner import (
+    FILLER,
+    Order,
+    PlannerConfig,
+    Policy,
+    PoolState,
+    Tail,
+    cohort_start,
+    finished,
+    initial_state,
+    plan_cycle,
+    plan_digest,
+    records_wanted,
+    state_at,
+)
+from bcl_grain.telemetry import Telemetry
+
+T = TypeVar("T")
+
+STATE_VERSION = 1
+
+
+class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
+    """Repartitions a stream of records into packs of a fixed record count and balanced cost.
+
+    Batch Cost Lookahead (Huang et al., "Coordination-Free Workload Regularization for Variable-Cost Distributed
+    Training", 2026). Use it after sharding, on each host's own records; no host talks to another:
+
+    >>> import grain, bcl_grain as bcl
+    >>> records = [[0] * n for n in (9, 1, 8, 2, 7, 3, 6, 4)]
+    >>> ds = (
+    ...     grain.MapDataset.source(records)
+    ...     .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    ...     .pipe(bcl.BatchCostLookaheadIterDataset, pack_size=2, lookahead=4, cost_fn=len)
+    ... )
+    >>> [[len(record) for record in pack] for pack in ds]
+    [[8, 2], [6, 4], [7, 3], [9, 1]]
+
+    An element is one pack: a list of `pack_size` records, as they came from the parent, in order of arrival.
+    `packs_per_step` consecutive packs belong to one step of the host's local devices. Every record comes out exactly
+    once; what a stream that ends has left over is the business of `tail`, and is counted.
+
+    Args:
+        parent: The records of one stream.
+        pack_size: Records in a pack.
+        cost_fn: Cost of a record, positive and finite, deterministic. See `bcl_grain.costs`.
+        packs_per_step: Packs of this stream that one step consumes: the local devices it feeds.
+        lookahead: Pool length in steps; the pool holds `pack_size * packs_per_step * lookahead` records.
+        policy: See `PlannerConfig`, as for `order`, `tail`, `num_packs` and `seed`.
+        order: In which order a cycle's steps come.
+        tail: What happens to arrivals that don't fill a step. With `keep`, the packs of the last step are short, or
+            even empty lists; there are always `packs_per_step` of them.
+        num_packs: Packs in all, alike on every rank; without it, ranks whose shards differ in length may differ in
+            steps. What the stream has beyond is not read.
+        seed: Key of the order, at least 0; the same on every host.
+        pad_record: With `tail="pad"`: the weightless record. Each place gets a copy.
+        telemetry: Filled while iterating, in the process that iterates.
+
+    Raises:
+        ValueError: If a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        parent: grain.IterDataset[T],
+        *,
+        pack_size: int,
+        cost_fn: CostFn,
+        packs_per_step: int = 1,
+        lookahead: int = 32,
+        policy: Policy = "windowed",
+        order: Order = "shuffled",
+        tail: Tail = "drop",
+        num_packs: int | None = None,
+        seed: int = 0,
+        pad_record: T | None = None,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        super().__init__(parent)
+        self._config = PlannerConfig(
+            pack_size=pack_size,
+            packs_per_step=packs_per_step,
+            lookahead=lookahead,
+            policy=policy,
+            order=order,
+            tail=tail,
+            num_packs=num_packs,
+            seed=seed,
+        )
+        if not callable(cost_fn):
+            raise ValueError(f"cost_fn must be callable, got {cost_fn!r}")
+        if tail == "pad" and pad_record is None:
+            raise ValueError("tail='pad' needs a pad_record: a record whose loss weight is 0")
+        self._cost_fn = cost_fn
+        self._pad_record = pad_record
+        self._telemetry = telemetry
+
+    def __iter__(self) -> grain.DatasetIterator[list[T]]:
+        """Returns an iterator over packs; reads nothing."""
+        return _PackIterator(
+            self.parents[0].__iter__(),
+            self._config,
+            self._cost_fn,
+            self._pad_record,
+            Telemetry() if self._telemetry is None else self._telemetry,
+        )
+
+    def __str__(self) -> str:
+        return f"BatchCostLookaheadIterDataset({self._config.describe()})"
+
+    @property
+    def _element_spec(self) -> Any:
+        return [self.parents[0]._element_spec] * self._config.pack_size
+
+
+class _PackIterator(grain.DatasetIterator, Generic[T]):
+    """Holds the pool of one stream. Positions are arrival positions, counted from the stream's start."""
+
+    def __init__(
+        self,
+        parent: grain.DatasetIterator[T],
+        config: PlannerConfig,
+        cost_fn: CostFn,
+        pad_record: T | None,
+        telemetry: Telemetry,
+    ) -> None:
+        super().__init__(parent)
+        self._source = parent
+        self._config = config
+        self._cost_fn = cost_fn
+        self._pad_record = pad_record
+        self._telemetry = telemetry
+        self._start(initial_state(config), first=0, live="", next_pack=0, digest=0)
+
+    def _start(self, pool: PoolState, *, first: int, live: str, next_pack: int, digest: int) -> None:
+        """Sets out from the start of a cycle with an unread pool; the parent stands before position `first`.
+
+        `pool.live` is yet unknown: the positions are in the bitmap `live`, their costs are known once they are read.
+        """
+        self._pool = pool
+        self._after = pool  # what `_pool` becomes when the cycle is over
+        self._packs: list[list[int]] | None = None  # the planned cycle
+        self._next_pack = next_pack
+        self._digest = digest
+        self._records: dict[int, T] = {}
+        self._new_costs: list[float] = []  # of the arrivals from `_after.read` on
+        self._ended = False
+        self._snapshots = {first: copy.deepcopy(self._source.get_state())}  # parent states at cohort starts
+        self._boundary = -1
+        self._unread = (first, live) if first < pool.read else None
+        self._replay_at = first
+        self._origin = self._make_origin(first, live)
+
+    def __next__(self) -> list[T]:
+        self._assert_not_closed()
+        begin_ns = time.perf_counter_ns()
+        planning_ns = 0
+        if self._packs is None:
+            planning_ns = self._plan()
+        # Reading comes before emitting: if the source raises, no pack is lost and next() can be tried again.
+        self._read(min(len(self._new_costs) + self._config.pack_size, records_wanted(self._config, self._after)))
+        reading_ns = time.perf_counter_ns() - begin_ns - planning_ns
+        self._telemetry.reading_seconds += reading_ns * 1e-9
+        with self._stats.record_self_time(offset_ns=planning_ns):
+            return self._stats.record_output_spec(self._emit())
+
+    def _plan(self) -> int:
+        """Fills the pool and plans a cycle; returns the nanoseconds that planning took."""
+        if finished(self._config, self._pool):
+            raise StopIteration
+        if self._unread is not None:
+            self._read_again(*self._unread)
+        wanted = records_wanted(self._config, self._pool)
+        self._read(wanted)
+        begin_ns = time.perf_counter_ns()
+        final = len(self._new_costs) < wanted
+        cycle = plan_cycle(self._config, self._pool, self._new_costs, final=final)
+        if final and cycle.dropped:
+            logging.warning(
+                "%d of %d records don't fill a step and are dropped (tail='drop')",
+                cycle.dropped,
+                self._pool.read + len(self._new_costs),
+            )
+            self._telemetry.records_dropped = cycle.dropped
+        if not cycle.packs:
+            raise StopIteration
+        digest = plan_digest(cycle.packs)
+        if self._next_pack and self._digest not in (0, digest):
+            raise ValueError(
+                f"after restoring, cycle {self._pool.cycle} was planned otherwise than before (checksum {digest}, not "
+                f"{self._digest}): cost_fn is not deterministic, or the records or cost_fn have changed"
+            )
+        self._telemetry.add_cycle(self._pool, self._new_costs, cycle)
+        for pack in cycle.packs[: self._next_pack]:
+            for position in pack:
+                self._records.pop(position, None)
+        self._packs, self._after, self._digest, self._new_costs = cycle.packs, cycle.state, digest, []
+        planning_ns = time.perf_counter_ns() - begin_ns
+        self._telemetry.planning_seconds += planning_ns * 1e-9
+        return planning_ns
+
+    def _read(self, count: int) -> None:
+        """Reads until `count` new arrivals are there, or the stream ends."""
+        while len(self._new_costs) < count:
+            position = self._after.read + len(self._new_costs)
+            # A record may be there already: its cost could not be told, and next() is tried again.
+            if position not in self._records and not self._fetch(position):
+                return
+            self._new_costs.append(checked_cost(self._cost_fn, self._records[position], position))
+
+    def _fetch(self, position: int) -> bool:
+        """Takes one record from the parent, which stands before `position`; returns whether there was one."""
+        if position >= self._boundary:
+            start = cohort_start(self._config, position)
+            if start == position and start not in self._snapshots:
+                self._snapshots[start] = copy.deepcopy(self._source.get_state())
+            self._boundary = cohort_start(self._config, position, following=True)
+        try:
+            self._records[position] = next(self._source)
+        except StopIteration:
+            self._ended = True
+            return False
+        return True
+
+    def _read_again(self, first: int, live: str) -> None:
+        """Reads the records that were in the pool at the checkpoint, and drops those that were out already."""
+        bits = np.unpackbits(np.frombuffer(base64.b64decode(live), np.uint8), count=self._pool.read - first)
+        for position in range(self._replay_at, self._pool.read):
+            if not self._fetch(position):
+                raise ValueError(
+                    f"after restoring, the stream ended before record {position}, which had been read before the "
+                    "checkpoint: the data is not the same"
+                )
+            self._replay_at = position + 1  # where to go on if the source raises and next() is tried again
+            if not bits[position - first]:
+                del self._records[position]
+        positions = np.flatnonzero(bits) + first
+        costs = [checked_cost(self._cost_fn, self._records[p], p) for p in positions.tolist()]
+        self._pool = dataclasses.replace(self._pool, live=positions, costs=np.array(costs, np.float64))
+        self._after = self._pool
+        self._unread = None
+
+    def _emit(self) -> list[T]:
+        assert self._packs is not None
+        pack = [
+            copy.deepcopy(self._pad_record) if position == FILLER else self._records.pop(position)
+            for position in self._packs[self._next_pack]
+        ]
+        self._next_pack += 1
+        if self._next_pack == len(self._packs):
+            self._roll()
+        return pack  # type: ignore[return-value]
+
+    def _roll(self) -> None:
+        """Goes on to the next cycle at once, so that a position has one state and not two."""
+        self._pool, self._packs, self._next_pack, self._digest = self._after, None, 0, 0
+        live = self._pool.live
+        first = cohort_start(self._config, int(live[0])) if live.size else self._pool.read
+        if first not in self._snapshots:  # nothing was read ahead: the parent stands there
+            self._snapshots[first] = copy.deepcopy(self._source.get_state())
+        self._snapshots = {start: state for start, state in self._snapshots.items() if start >= first}
+        bits = np.zeros(self._pool.read - first, np.uint8)
+        bits[live - first] = 1
+        self._origin = self._make_origin(first, base64.b64encode(np.packbits(bits).tobytes()).decode())
+
+    def _make_origin(self, first: int, live: str) -> dict[str, Any]:
+        """Returns the part of the state that stays the same during a cycle."""
+        return {
+            "version": STATE_VERSION,
+            "settings": self._config.describe(),
+            "parent": self._snapshots[first],
+            "first": first,
+            "live": live,
+            **self._pool.scalars(),
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns a JSON-safe state of constant structure that holds no record."""
+        return {**self._origin, "next_pack": self._next_pack, "digest": self._digest}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores a state; reads nothing.
+
+        Raises:
+            ValueError: If the state is not one of ours, or comes from other settings.
+        """
+        self._check_state(state)
+        self._source.set_state(copy.deepcopy(state["parent"]))
+        self._start(
+            PoolState.from_scalars(state),
+            first=state["first"],
+            live=state["live"],
+            next_pack=state["next_pack"],
+            digest=state["digest"],
+        )
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        mine = self.get_state()
+        if not isinstance(state, Mapping) or state.keys() != mine.keys():
+            found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(
+                f"not a state of this transformation: expected the keys {sorted(mine)}, got {found}. Was the "
+                "checkpoint written by another pipeline?"
+            )
+        if state["version"] != STATE_VERSION:
+            raise ValueError(f"state has version {state['version']!r}, this release reads version {STATE_VERSION}")
+        if state["settings"] != mine["settings"]:
+            pairs = zip(str(state["settings"]).split(), mine["settings"].split(), strict=False)
+            changes = ", ".join(f"{then} became {now}" for then, now in pairs if then != now)
+            raise ValueError(
+                f"state comes from other settings ({changes or state['settings']}): restore with the settings it was "
+                "saved with"
+            )
+
+    def _get_next_index(self) -> int:
+        return self._pool.emitted + self._next_pack
+
+    def _set_next_index(self, index: int) -> None:
+        pool, next_pack = state_at(self._config, index)
+        grain.experimental.set_next_index(self._source, pool.read)
+        self._start(pool, first=pool.read, live="", next_pack=next_pack, digest=0)
+
+    def close(self) -> None:
+        """Closes this iterator and its parents, and frees the pool."""
+        self._records.clear()
+        super().close()
+
+    def __str__(self) -> str:
+        return f"BatchCostLookaheadDatasetIterator({self._config.describe()})"
