@@ -169,17 +169,21 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         self._digest = digest
         self._records: dict[int, T] = {}
         self._new_costs: list[float] = []  # of the arrivals from `_after.read` on
-        self._ended = False
+        self._position = first  # of the record that the parent gives next
+        self._ended = False  # whether the parent has no more records
+        self._exhausted = False  # whether there are no more packs
+        self._astray = False  # whether the parent may stand elsewhere
         self._snapshots = {first: copy.deepcopy(self._source.get_state())}  # parent states at cohort starts
         self._boundary = -1
         self._unread = (first, live) if first < pool.read else None
-        self._replay_at = first
         self._origin = self._make_origin(first, live)
 
     def __next__(self) -> list[T]:
         self._assert_not_closed()
         begin_ns = time.perf_counter_ns()
         planning_ns = 0
+        if self._astray:
+            self._recover()
         if self._packs is None:
             planning_ns = self._plan()
         # Reading comes before emitting: if the source raises, no pack is lost and next() can be tried again.
@@ -191,30 +195,27 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
 
     def _plan(self) -> int:
         """Fills the pool and plans a cycle; returns the nanoseconds that planning took."""
-        if finished(self._config, self._pool):
+        if self._exhausted or finished(self._config, self._pool):
             raise StopIteration
         if self._unread is not None:
             self._read_again(*self._unread)
         wanted = records_wanted(self._config, self._pool)
         self._read(wanted)
         begin_ns = time.perf_counter_ns()
-        final = len(self._new_costs) < wanted
-        cycle = plan_cycle(self._config, self._pool, self._new_costs, final=final)
-        if final and cycle.dropped:
-            logging.warning(
-                "%d of %d records don't fill a step and are dropped (tail='drop')",
-                cycle.dropped,
-                self._pool.read + len(self._new_costs),
-            )
-            self._telemetry.records_dropped = cycle.dropped
-        if not cycle.packs:
-            raise StopIteration
+        cycle = plan_cycle(self._config, self._pool, self._new_costs, final=len(self._new_costs) < wanted)
         digest = plan_digest(cycle.packs)
         if self._next_pack and self._digest not in (0, digest):
             raise ValueError(
                 f"after restoring, cycle {self._pool.cycle} was planned otherwise than before (checksum {digest}, not "
                 f"{self._digest}): cost_fn is not deterministic, or the records or cost_fn have changed"
             )
+        if cycle.dropped:
+            arrivals = self._pool.read + len(self._new_costs)
+            logging.warning("%d of %d records don't fill a step and are dropped (tail='drop')", cycle.dropped, arrivals)
+            self._telemetry.records_dropped += cycle.dropped
+        if self._next_pack >= len(cycle.packs):  # the end, or a next index beyond it
+            self._exhausted = True
+            raise StopIteration
         self._telemetry.add_cycle(self._pool, self._new_costs, cycle)
         for pack in cycle.packs[: self._next_pack]:
             for position in pack:
@@ -229,12 +230,15 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         while len(self._new_costs) < count:
             position = self._after.read + len(self._new_costs)
             # A record may be there already: its cost could not be told, and next() is tried again.
-            if position not in self._records and not self._fetch(position):
+            if position == self._position and not self._fetch():
                 return
             self._new_costs.append(checked_cost(self._cost_fn, self._records[position], position))
 
-    def _fetch(self, position: int) -> bool:
-        """Takes one record from the parent, which stands before `position`; returns whether there was one."""
+    def _fetch(self) -> bool:
+        """Takes one record from the parent; returns whether there was one."""
+        position = self._position
+        if self._ended:
+            return False
         if position >= self._boundary:
             start = cohort_start(self._config, position)
             if start == position and start not in self._snapshots:
@@ -245,18 +249,32 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         except StopIteration:
             self._ended = True
             return False
+        except BaseException:
+            self._astray = True
+            raise
+        self._position += 1
         return True
+
+    def _recover(self) -> None:
+        """Puts the parent back before `_position`.
+
+        Once it has raised, it may have moved past the record, or may count as exhausted; Grain's prefetchers lose one.
+        """
+        start = max(start for start in self._snapshots if start <= self._position)
+        self._source.set_state(copy.deepcopy(self._snapshots[start]))
+        for position in range(start, self._position):
+            try:
+                next(self._source)
+            except StopIteration:
+                raise _shrunk(position) from None
+        self._astray = False
 
     def _read_again(self, first: int, live: str) -> None:
         """Reads the records that were in the pool at the checkpoint, and drops those that were out already."""
         bits = np.unpackbits(np.frombuffer(base64.b64decode(live), np.uint8), count=self._pool.read - first)
-        for position in range(self._replay_at, self._pool.read):
-            if not self._fetch(position):
-                raise ValueError(
-                    f"after restoring, the stream ended before record {position}, which had been read before the "
-                    "checkpoint: the data is not the same"
-                )
-            self._replay_at = position + 1  # where to go on if the source raises and next() is tried again
+        for position in range(self._position, self._pool.read):
+            if not self._fetch():
+                raise _shrunk(position)
             if not bits[position - first]:
                 del self._records[position]
         positions = np.flatnonzero(bits) + first
@@ -301,7 +319,8 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
 
     def get_state(self) -> dict[str, Any]:
         """Returns a JSON-safe state of constant structure that holds no record."""
-        return {**self._origin, "next_pack": self._next_pack, "digest": self._digest}
+        digest = self._digest if self._next_pack else 0  # the plan of an untouched cycle binds nobody
+        return {**self._origin, "next_pack": self._next_pack, "digest": digest}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state; reads nothing.
@@ -310,6 +329,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
             ValueError: If the state is not one of ours, or comes from other settings.
         """
         self._check_state(state)
+        self._astray = True  # until it is done: if the parent refuses its state, this iterator goes on where it was
         self._source.set_state(copy.deepcopy(state["parent"]))
         self._start(
             PoolState.from_scalars(state),
@@ -342,6 +362,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
 
     def _set_next_index(self, index: int) -> None:
         pool, next_pack = state_at(self._config, index)
+        self._astray = True
         grain.experimental.set_next_index(self._source, pool.read)
         self._start(pool, first=pool.read, live="", next_pack=next_pack, digest=0)
 
@@ -352,3 +373,9 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
 
     def __str__(self) -> str:
         return f"BatchCostLookaheadDatasetIterator({self._config.describe()})"
+
+
+def _shrunk(position: int) -> ValueError:
+    return ValueError(
+        f"the stream ended before record {position}, which had been read before: the data is not the same any more"
+    )
