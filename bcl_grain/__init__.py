@@ -1,17 +1,29 @@
 """Batch Cost Lookahead for Grain: even training steps from records of uneven cost."""
 
+from bcl_grain.caps import CapReport, cap_oversize, fit_cap
 from bcl_grain.costs import CostFit, CostFn, TransformerCost, fit_cost, token_cost
 from bcl_grain.dataset import BatchCostLookaheadIterDataset
+from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.planner import PlannerConfig
+from bcl_grain.shapes import fit_shape
 from bcl_grain.telemetry import Telemetry
 
 __all__ = [
     "BatchCostLookaheadIterDataset",
+    "BucketedLayout",
+    "CapReport",
     "CostFit",
     "CostFn",
+    "Layout",
+    "PaddedLayout",
     "PlannerConfig",
+    "RowPackedLayout",
+    "RowPackedOneShapeLayout",
     "Telemetry",
     "TransformerCost",
+    "cap_oversize",
+    "fit_cap",
     "fit_cost",
+    "fit_shape",
     "token_cost",
 ]
