@@ -256,7 +256,7 @@ def checked_cost(cost_fn: CostFn, record: object, position: int) -> float:
         raise ValueError(f"cost_fn raised on record {position} of the stream: {error!r}") from error
     try:
         cost = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         cost = math.nan
     if not (math.isfinite(cost) and cost > 0):
         raise ValueError(

@@ -39,7 +39,7 @@ def balanced_partition(costs: npt.ArrayLike, num_packs: int, offsets: Sequence[f
         `num_packs` lists of n / num_packs positions each, in descending order of cost.
 
     Raises:
-        ValueError: If n is not a multiple of `num_packs`.
+        ValueError: If n is not a multiple of `num_packs`, or `offsets` has another length.
 
     Complexity: O(n log n) time, O(n) memory.
 
@@ -48,11 +48,11 @@ def balanced_partition(costs: npt.ArrayLike, num_packs: int, offsets: Sequence[f
     """
     values = np.asarray(costs, np.float64)
     capacity = pack_capacity(values.size, num_packs)
-    if capacity == 1:
-        return [[i] for i in range(num_packs)]
     order = np.argsort(-values, kind="stable")
     positions = order.tolist()
     packs: list[list[int]] = [[] for _ in range(num_packs)]
+    if offsets is not None and len(offsets) != num_packs:
+        raise ValueError(f"expected {num_packs} offsets, one for each pack, got {len(offsets)}")
     heap = [(0.0 if offsets is None else float(offsets[j]), j) for j in range(num_packs)]
     heapq.heapify(heap)
     replace, pop = heapq.heapreplace, heapq.heappop

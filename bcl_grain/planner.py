@@ -72,12 +72,12 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("pack_size", 1), ("packs_per_step", 1), ("lookahead", 1), ("seed", 0)):
-            _check_integer(name, getattr(self, name), least)
+            object.__setattr__(self, name, _integer(name, getattr(self, name), least))
         for name, allowed in (("policy", Policy), ("order", Order), ("tail", Tail)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
         if self.num_packs is not None:
-            _check_integer("num_packs", self.num_packs, 1)
+            object.__setattr__(self, "num_packs", _integer("num_packs", self.num_packs, 1))
             if self.num_packs % self.packs_per_step:
                 raise ValueError(
                     f"num_packs {self.num_packs} is not a multiple of packs_per_step {self.packs_per_step}: the "
@@ -103,10 +103,12 @@ class PlannerConfig:
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
 
 
-def _check_integer(name: str, value: object, least: int) -> None:
+def _integer(name: str, value: object, least: int) -> int:
+    """Returns `value` as a Python int: states are JSON, which NumPy's integers are not."""
     try:
         if isinstance(value, bool) or operator.index(value) < least:  # type: ignore[arg-type]
             raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}") from None
 
@@ -201,8 +203,7 @@ def state_at(config: PlannerConfig, index: int) -> tuple[PoolState, int]:
     >>> state_at(PlannerConfig(pack_size=2, lookahead=4), 6)[1]
     2
     """
-    if index < 0:
-        raise ValueError(f"the index of a pack must be at least 0, got {index!r}")
+    index = _integer("the index of a pack", index, 0)
     records = _cycle_records(config)
     cycle, next_pack = divmod(index, records // config.pack_size)
     scalars = {"cycle": cycle, "read": cycle * records, "emitted": index - next_pack}
