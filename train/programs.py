@@ -1,0 +1,226 @@
+"""The compiled programs of a training step. `train.step` runs them, and says why there are two kinds.
+
+Everything is compiled ahead of time, for the shapes that the layout can make; nothing is compiled later. Local programs
+are compiled for each local device: one that is committed to a device cannot serve another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from train.attention import attention_for
+from train.loss import Sums, loss_sums
+from train.model import ModelConfig, Params, compute_dtype, graphdef
+from train.state import Optimizer, TrainState, new_state
+
+Shape = tuple[int, int]
+Metrics = dict[str, jax.Array]
+Key = tuple[Shape, jax.Device]
+
+CHUNK_DTYPES = {
+    "tokens": np.dtype(np.int32),
+    "tokens_segment_ids": np.dtype(np.int32),
+    "tokens_positions": np.dtype(np.int32),
+    "loss_mask": np.dtype(np.float32),
+}
+"""The features of a chunk that a program takes; others stay on the host."""
+
+
+class Accumulator(NamedTuple):
+    """Sums over the chunks of one device since the last update. Every array has a leading axis for the devices.
+
+    Attributes:
+        grads: Gradient of the loss sum, a pytree like the parameters.
+        sums: Loss, tokens and correct predictions.
+    """
+
+    grads: Params
+    sums: Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Everything compiled for a run, and where it runs.
+
+    Attributes:
+        mesh: All devices of all processes, one axis "data".
+        local_devices: Those of this process, in the mesh's order: whose packs `train_step` takes.
+        shapes: The ladder: (rows, length) of every chunk that can come.
+        abstract_state: A `TrainState` of shapes, dtypes and shardings: what a checkpoint is restored into.
+        init: seed -> the state before the first update.
+        zeros: () -> (accumulator, sums), by device.
+        accumulate: (accumulator, params, chunk) -> accumulator; the first is donated.
+        evaluate: (sums, params, chunk) -> sums; the first is donated.
+        update: (state, accumulators of all devices) -> (state, metrics); the first is donated.
+        total: sums of all devices -> metrics.
+        compile_seconds: What compiling took, or reading from the persistent cache.
+    """
+
+    mesh: Mesh
+    local_devices: tuple[jax.Device, ...]
+    shapes: tuple[Shape, ...]
+    abstract_state: TrainState
+    init: jax.stages.Compiled
+    zeros: Mapping[jax.Device, jax.stages.Compiled]
+    accumulate: Mapping[Key, jax.stages.Compiled]
+    evaluate: Mapping[Key, jax.stages.Compiled]
+    update: jax.stages.Compiled
+    total: jax.stages.Compiled
+    compile_seconds: float
+
+
+def compile_programs(
+    config: ModelConfig,
+    optimizer: Optimizer,
+    shapes: Sequence[Shape],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    expected_tokens: float | None = None,
+    one_record_rows: bool = False,
+) -> Programs:
+    """Compiles two programs for each shape and local device, one more for each device, and three for all.
+
+    Args:
+        config: The model's dimensions.
+        optimizer: See `make_optimizer`.
+        shapes: A layout's `shapes`.
+        devices: All that take part, those of other processes included; default `jax.devices()`.
+        expected_tokens: Constant that gradients are divided by instead of a step's own global token count: then a
+            token weighs the same in whatever step it comes. The mean number of tokens that count in a step.
+        one_record_rows: Whether the layout puts one record in a row; see `attention_for`.
+
+    Raises:
+        ValueError: If there is no shape, no local device, or `expected_tokens` is not positive.
+    """
+    shapes = tuple(sorted(set(shapes)))
+    if not shapes:
+        raise ValueError("shapes is empty: pass the layout's shapes")
+    if expected_tokens is not None and not expected_tokens > 0:
+        raise ValueError(f"expected_tokens must be positive, got {expected_tokens!r}")
+    start = time.monotonic()
+    mesh = Mesh(np.array(jax.devices() if devices is None else devices), ("data",), axis_types=(AxisType.Auto,))
+    local_devices = tuple(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+    if not local_devices:
+        raise ValueError(f"none of the devices {list(mesh.devices.flat)} belongs to this process")
+    everywhere, by_device = shardings(mesh)
+
+    def init(seed: jax.Array) -> TrainState:
+        return new_state(config, optimizer, seed)
+
+    seed = _abstract(np.int32(0), everywhere)
+    abstract_state = _abstract(jax.eval_shape(init, seed), everywhere)
+    functions = _local_functions(config, abstract_state.params, local_devices[0].platform, one_record_rows)
+    update, total = _global_functions(optimizer, expected_tokens)
+    blank = jax.eval_shape(functions.zeros)
+
+    zeros, accumulate, evaluate = {}, {}, {}
+    for device in local_devices:
+        here = SingleDeviceSharding(device)
+        params, (accumulator, sums) = _abstract(abstract_state.params, here), _abstract(blank, here)
+        zeros[device] = jax.jit(functions.zeros, out_shardings=here).lower().compile()
+        for shape in shapes:
+            chunk = _abstract({name: np.empty(shape, dtype) for name, dtype in CHUNK_DTYPES.items()}, here)
+            into = jax.jit(functions.accumulate, donate_argnums=0).lower(accumulator, params, chunk)
+            accumulate[shape, device] = into.compile()
+            evaluate[shape, device] = jax.jit(functions.evaluate, donate_argnums=0).lower(sums, params, chunk).compile()
+    accumulators, sums = _abstract(blank, by_device, num_devices=mesh.size)
+    # Pinned, or the compiler could return a state that its own next call does not take.
+    pinned = jax.tree.map(lambda x: x.sharding, abstract_state), everywhere
+    return Programs(
+        mesh=mesh,
+        local_devices=local_devices,
+        shapes=shapes,
+        abstract_state=abstract_state,
+        init=jax.jit(init, out_shardings=everywhere).lower(seed).compile(),
+        zeros=zeros,
+        accumulate=accumulate,
+        evaluate=evaluate,
+        update=jax.jit(update, donate_argnums=0, out_shardings=pinned).lower(abstract_state, accumulators).compile(),
+        total=jax.jit(total, out_shardings=everywhere).lower(sums).compile(),
+        compile_seconds=time.monotonic() - start,
+    )
+
+
+def shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """Returns how arrays lie on the mesh: a copy on every device, or cut along the leading axis."""
+    specs = PartitionSpec(), PartitionSpec("data")  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, specs[0]), NamedSharding(mesh, specs[1])
+
+
+class _LocalFunctions(NamedTuple):
+    zeros: Any
+    accumulate: Any
+    evaluate: Any
+
+
+def _local_functions(
+    config: ModelConfig, abstract_params: Params, platform: str, one_record_rows: bool
+) -> _LocalFunctions:
+    graph = graphdef(config)
+    attention = attention_for(platform, one_record_rows=one_record_rows)
+    dtype = compute_dtype(platform)
+
+    def sums_of(params: Params, chunk: Mapping[str, jax.Array]) -> Sums:
+        return loss_sums(nnx.merge(graph, params), chunk, attention=attention, dtype=dtype)
+
+    def zeros() -> tuple[Accumulator, Sums]:
+        def no_sums() -> Sums:
+            return Sums(*(jnp.zeros(1) for _ in Sums._fields))
+
+        grads = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), abstract_params)
+        return Accumulator(grads, no_sums()), no_sums()
+
+    def accumulate(accumulator: Accumulator, params: Params, chunk: Mapping[str, jax.Array]) -> Accumulator:
+        def loss(params: Params) -> tuple[Any, Sums]:
+            sums = sums_of(params, chunk)
+            return sums.loss, sums
+
+        grads, sums = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda a, x: a + x[None], accumulator, Accumulator(grads, sums))
+
+    def evaluate(sums: Sums, params: Params, chunk: Mapping[str, jax.Array]) -> Sums:
+        return jax.tree.map(lambda a, x: a + x[None], sums, sums_of(params, chunk))
+
+    return _LocalFunctions(zeros, accumulate, evaluate)
+
+
+def _global_functions(optimizer: Optimizer, expected_tokens: float | None) -> tuple[Any, Any]:
+    def total(stacked: Sums) -> Metrics:
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
+        tokens = _nonzero(sums.tokens)
+        return {"loss": sums.loss / tokens, "tokens": sums.tokens, "accuracy": sums.correct / tokens}
+
+    def update(state: TrainState, stacked: Accumulator) -> tuple[TrainState, Metrics]:
+        metrics = total(stacked.sums)
+        denominator = _nonzero(metrics["tokens"]) if expected_tokens is None else expected_tokens
+        grads = jax.tree.map(lambda x: jnp.sum(x, axis=0) / denominator, stacked.grads)
+        updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics |= {"grad_norm": optax.global_norm(grads), "learning_rate": optimizer.schedule(state.step)}
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    return update, total
+
+
+def _nonzero(tokens: jax.Array) -> jax.Array:
+    return jnp.where(tokens > 0, tokens, 1)
+
+
+def _abstract(tree: Any, sharding: jax.sharding.Sharding, *, num_devices: int | None = None) -> Any:
+    """Returns shapes with a sharding; with `num_devices`, as the leading axis instead of the one of length 1."""
+
+    def of(x: Any) -> jax.ShapeDtypeStruct:
+        shape = x.shape if num_devices is None else (num_devices, *x.shape[1:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+    return jax.tree.map(of, tree)
