@@ -33,6 +33,14 @@ POLICIES: dict[str, PolicyCase] = {
     "windowed": PolicyCase({"policy": "windowed"}),
     "windowed-aligned": PolicyCase({"policy": "windowed", "order": "aligned"}),
 }
-EACH_POLICY = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+
+
+def _each(cases: dict[str, PolicyCase]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("policy", cases.values(), ids=cases.keys())
+
+
+EACH_POLICY = _each(POLICIES)
+EACH_BALANCING_POLICY = _each({name: case for name, case in POLICIES.items() if case.balances})
+EACH_RANDOM_ACCESS_POLICY = _each({name: case for name, case in POLICIES.items() if case.random_access})
 EACH_TAIL = pytest.mark.parametrize("tail", ["drop", "keep", "pad"])
 EACH_STEP_WIDTH = pytest.mark.parametrize("packs_per_step", [1, 3])
