@@ -37,8 +37,8 @@ def test_waste_is_relative_to_all_steps_together() -> None:
 
 def test_cost_cv_by_hand() -> None:
     first = math.sqrt(8 / 3) / 4
-    second = math.sqrt(8) / 4
-    mean, error = cost_cv(ESTIMATED)
+    second = math.sqrt(2) / 2
+    mean, error = cost_cv([[6.0, 4.0, 2.0], [1.0, 1.0, 4.0]])
     assert mean == pytest.approx((first + second) / 2)
     assert error == pytest.approx(abs(first - second) / math.sqrt(2) / math.sqrt(2))
     np.testing.assert_allclose(cost_cv([[6.0, 4.0, 2.0]]), (first, 0.0))

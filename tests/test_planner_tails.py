@@ -96,6 +96,7 @@ def test_dropped_arrivals_are_counted(policy: PolicyCase) -> None:
         dropped += cycle.dropped
         state = cycle.state
     assert (len(packs), dropped) == (4, 5)
+    assert state.emitted == 4
 
 
 @pytest.mark.parametrize(
