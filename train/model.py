@@ -15,6 +15,8 @@ from flax import nnx
 
 import bcl_grain as bcl
 from train.attention import Attention
+from train.lora import LoraConfig
+from train.rotary import RopeScaling, rotary, rotate
 
 Params = dict[str, Any]
 """Nested dict of parameter arrays: {"embedding": ..., "layers": {...}, "norm": ..., "head": ...}."""
@@ -35,6 +37,10 @@ class ModelConfig:
         rope_base: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
         tied_embeddings: Whether the output projection is the embedding's transpose.
+        qkv_bias: Whether queries, keys and values have a bias, as in Qwen 2.
+        qk_norm: Whether each head of the queries and keys is normed, as in Qwen 3.
+        rope_scaling: How rotary frequencies are stretched, as in Llama 3.1, or None.
+        lora: Adapters beside the matrices, or None.
         remat: Whether the backward pass computes each layer again instead of keeping its activations.
 
     Raises:
@@ -55,6 +61,10 @@ class ModelConfig:
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
+    lora: LoraConfig | None = None
     remat: bool = False
 
     def __post_init__(self) -> None:
@@ -70,8 +80,12 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, a tied embedding counted once."""
+        """Number of parameters, a tied embedding counted once and adapters not at all."""
         attention = self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        if self.qkv_bias:
+            attention += self.head_dim * (self.heads + 2 * self.kv_heads)
+        if self.qk_norm:
+            attention += 2 * self.head_dim
         layer = attention + 3 * self.width * self.hidden + 2 * self.width
         embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * self.width
         return self.layers * layer + embeddings + self.width
@@ -110,14 +124,34 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A matrix, kept in float32, multiplied in the input's dtype."""
+    """A matrix, multiplied in the input's dtype whatever its own, and what may come on top: a bias, an adapter."""
 
-    def __init__(self, inputs: int, outputs: int, *, scale: float = 1.0, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        scale: float = 1.0,
+        bias: bool = False,
+        lora: LoraConfig | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (inputs, outputs)) * (scale * inputs**-0.5))
+        self.bias = nnx.Param(jnp.zeros(outputs)) if bias else None
+        self.adapter_scale = None if lora is None else lora.scale
+        if lora is not None:
+            bound = inputs**-0.5
+            self.lora_a = nnx.Param(jax.random.uniform(rngs.params(), (inputs, lora.rank), minval=-bound, maxval=bound))
+            self.lora_b = nnx.Param(jnp.zeros((lora.rank, outputs)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., inputs] -> [..., outputs]."""
-        return x @ self.kernel[...].astype(x.dtype)
+        y = x @ self.kernel[...].astype(x.dtype)
+        if self.bias is not None:
+            y += self.bias[...].astype(x.dtype)
+        if self.adapter_scale is not None:
+            y += self.adapter_scale * ((x @ self.lora_a[...].astype(x.dtype)) @ self.lora_b[...].astype(x.dtype))
+        return y
 
 
 class DecoderLayer(nnx.Module):
@@ -126,26 +160,43 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         c = config
         into_residual = (2 * c.layers) ** -0.5  # keeps the residual stream's size independent of depth
+
+        def linear(name: str, inputs: int, outputs: int, *, scale: float = 1.0, bias: bool = False) -> Linear:
+            lora = c.lora if c.lora is not None and name in c.lora.targets else None
+            return Linear(inputs, outputs, scale=scale, bias=bias, lora=lora, rngs=rngs)
+
         self.head_dim = c.head_dim
         self.attention_norm = RMSNorm(c.width, c.norm_eps)
-        self.query = Linear(c.width, c.heads * c.head_dim, rngs=rngs)
-        self.key = Linear(c.width, c.kv_heads * c.head_dim, rngs=rngs)
-        self.value = Linear(c.width, c.kv_heads * c.head_dim, rngs=rngs)
-        self.output = Linear(c.heads * c.head_dim, c.width, scale=into_residual, rngs=rngs)
+        self.query = linear("query", c.width, c.heads * c.head_dim, bias=c.qkv_bias)
+        self.key = linear("key", c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.value = linear("value", c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.query_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.key_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.output = linear("output", c.heads * c.head_dim, c.width, scale=into_residual)
         self.feed_forward_norm = RMSNorm(c.width, c.norm_eps)
-        self.gate = Linear(c.width, c.hidden, rngs=rngs)
-        self.up = Linear(c.width, c.hidden, rngs=rngs)
-        self.down = Linear(c.hidden, c.width, scale=into_residual, rngs=rngs)
+        self.gate = linear("gate", c.width, c.hidden)
+        self.up = linear("up", c.width, c.hidden)
+        self.down = linear("down", c.hidden, c.width, scale=into_residual)
 
     def __call__(
         self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], segment_ids: jax.Array, attention: Attention
     ) -> jax.Array:
         """[r, n, width] -> [r, n, width]."""
+        query, key, value = self.project(x, rotation)
+        return self.absorb(x, attention(query, key, value, segment_ids))
+
+    def project(self, x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[r, n, width] -> queries [r, n, heads, head_dim], keys and values [r, n, kv_heads, head_dim], rotated."""
         y = self.attention_norm(x)
         query, key, value = (
             z.reshape(*z.shape[:2], -1, self.head_dim) for z in (self.query(y), self.key(y), self.value(y))
         )
-        mixed = attention(rotate(query, *rotation), rotate(key, *rotation), value, segment_ids)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return rotate(query, *rotation), rotate(key, *rotation), value
+
+    def absorb(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        """Adds what attention gave [r, n, heads, head_dim] to x [r, n, width], then the feed-forward layer's output."""
         x = x + self.output(mixed.reshape(*x.shape[:2], -1))
         y = self.feed_forward_norm(x)
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
@@ -190,7 +241,7 @@ class Decoder(nnx.Module):
         Returns:
             [r, n, width] in `dtype`; `logits` makes predictions of them.
         """
-        rotation = rotary(positions, self.config.head_dim, self.config.rope_base)
+        rotation = self.rotation(positions)
         layer_graph, layer_params = nnx.split(self.layers)
 
         def run_layer(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
@@ -200,6 +251,10 @@ class Decoder(nnx.Module):
             run_layer = jax.checkpoint(run_layer, prevent_cse=False)  # the scan already keeps the passes apart
         x, _ = jax.lax.scan(run_layer, self.embedding[...][tokens].astype(dtype), layer_params)
         return self.norm(x)
+
+    def rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns cosine and sine of the positions' angles; see `train.rotary`."""
+        return rotary(positions, self.config.head_dim, self.config.rope_base, self.config.rope_scaling)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., width] -> [..., vocab_size] in float32."""
@@ -225,21 +280,3 @@ def graphdef(config: ModelConfig) -> nnx.GraphDef[Decoder]:
     """
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(params=0)))
     return nnx.split(abstract, nnx.Param)[0]
-
-
-def rotary(positions: jax.Array, head_dim: int, base: float) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine [r, n, 1, head_dim / 2] of the angles position * base**(-2 i / head_dim).
-
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021; the pairs (i, i + head_dim / 2)
-    turn together, as in Llama's published weights for Hugging Face.
-    """
-    frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Turns heads [r, n, heads, head_dim] by their positions' angles."""
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return turned.astype(x.dtype)

@@ -60,7 +60,7 @@ def make_optimizer(
         learning_rate: Its peak.
         warmup_steps: Updates until the peak; the first is made at `learning_rate / warmup_steps`, not at 0.
         final_share: Last learning rate as a share of the peak.
-        weight_decay: For matrices; norm scales do not decay.
+        weight_decay: For matrices; norm scales and biases do not decay.
         b1: Decay of the gradient's running mean.
         b2: Decay of its running square.
         eps: Added to the root of the latter.
@@ -95,5 +95,5 @@ def new_state(config: ModelConfig, optimizer: Optimizer, seed: Any) -> TrainStat
 
 
 def _is_matrix(params: Params) -> Any:
-    # Not by rank: the norms' scales are stacked over layers.
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+    # Not by rank: the norms' scales and the biases are stacked over layers.
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("scale", "bias"), params)
