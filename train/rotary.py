@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+Array = TypeVar("Array", jax.Array, npt.NDArray[np.float64])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class RopeScaling:
     Raises:
         ValueError: If a value is out of range.
 
-    >>> RopeScaling(factor=8.0).multiplier(jnp.array([1.0, 1e-4])).tolist()
+    >>> RopeScaling(factor=8.0).multiplier(np.array([1.0, 1e-4])).tolist()
     [1.0, 0.125]
     """
 
@@ -45,10 +50,10 @@ class RopeScaling:
                 f"of at least 1, got {self}"
             )
 
-    def multiplier(self, frequencies: jax.Array) -> jax.Array:
+    def multiplier(self, frequencies: Array) -> Array:
         """Returns what each frequency, in radians a token, is multiplied by."""
         turns = self.original_tokens * frequencies / (2 * math.pi)
-        kept = jnp.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0, 1)
         return (1 - kept) / self.factor + kept
 
 
