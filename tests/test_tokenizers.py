@@ -88,7 +88,8 @@ def test_file_tokenizer_is_neither_cut_nor_padded_nor_fooled(file_tokenizer: Fil
 
 def test_file_tokenizer_survives_pickling(file_tokenizer: FileTokenizer) -> None:
     copy = pickle.loads(pickle.dumps(file_tokenizer))
-    assert copy.encode(TEXTS[2]).tolist() == file_tokenizer.encode(TEXTS[2]).tolist()
+    for text in (TEXTS[2], "it ends </s> here"):
+        assert copy.encode(text).tolist() == file_tokenizer.encode(text).tolist()
     assert (copy.eos_id, copy.vocab_size) == (file_tokenizer.eos_id, file_tokenizer.vocab_size)
 
 

@@ -97,6 +97,10 @@ class FileTokenizer:
     eos_id: int
     separator_id: int | None = dataclasses.field(default=None, init=False)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.backend.encode_special_tokens = True  # pickling the backend loses it
+
     def encode(self, text: str) -> IntArray:
         """Returns the ids of `text`, int32 [n]. The text of a special token is ordinary text here."""
         return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
