@@ -1,0 +1,192 @@
+"""Checkpoints: model, optimizer and input pipeline as of one step, and whose they are.
+
+A run directory belongs to one run: the run's identity is written into it and compared with the one of whoever wants to
+go on. Each checkpoint carries the identity's fingerprint besides, so that one that was copied from elsewhere is refused
+too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grain
+import orbax.checkpoint as ocp
+
+from train.model import Params
+from train.state import TrainState
+
+IDENTITY_FILE = "run.json"
+CHECKPOINT_DIR = "checkpoints"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint can't be used; the message says why."""
+
+
+def check_run_dir(run_dir: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+    """Makes sure that a run directory is new, or with `resume` that it belongs to the run that wants to go on.
+
+    Args:
+        run_dir: The directory.
+        identity: What the run's result depends on, JSON-safe.
+        resume: Whether the run goes on with what is there.
+
+    Raises:
+        ValueError: If the directory is not empty and `resume` is false, or if `resume` is true and the directory
+            is not a run's, or another run's: the message shows each difference with both values.
+    """
+    if not resume:
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            raise ValueError(
+                f"{str(run_dir)!r} is not empty: pass --resume to go on with the run in it, or another --run_dir"
+            )
+        return
+    try:
+        saved = json.loads((run_dir / IDENTITY_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"there is no run to resume in {str(run_dir)!r} ({IDENTITY_FILE}: {error}): start one without --resume"
+        ) from error
+    differences = compare(saved, json.loads(json.dumps(identity)))
+    if differences:
+        raise ValueError(
+            f"{str(run_dir)!r} belongs to another run: "
+            + "; ".join(f"{name} was {then}, now {now}" for name, then, now in differences)
+            + ". Resume with the settings it was started with, or start a new run in another --run_dir"
+        )
+
+
+def claim_run_dir(run_dir: Path, identity: Mapping[str, Any]) -> None:
+    """Writes the run's identity into its directory, in whole or not at all; makes the directory if need be."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / IDENTITY_FILE
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(identity, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def compare(then: object, now: object, name: str = "") -> list[tuple[str, str, str]]:
+    """Returns (dotted name, then, now) for each leaf in which two JSON values differ.
+
+    >>> compare({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3, "d": 4}})
+    [('b.c', '2', '3'), ('b.d', 'absent', '4')]
+    """
+    if isinstance(then, dict) and isinstance(now, dict):
+        names = [*then, *(key for key in now if key not in then)]
+        return [
+            difference
+            for key in names
+            for difference in compare(then.get(key, _ABSENT), now.get(key, _ABSENT), f"{name}.{key}" if name else key)
+        ]
+    return [] if then == now else [(name, _shown(then), _shown(now))]
+
+
+_ABSENT = object()
+
+
+def _shown(value: object) -> str:
+    return "absent" if value is _ABSENT else json.dumps(value)
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    A save is over when it returns, and a checkpoint appears in whole or not at all: killing the process at any
+    moment leaves the last one. Not asynchronous, because the next update reuses the memory of the arrays being saved.
+
+    Args:
+        run_dir: The run's directory.
+        fingerprint: Of the run's identity.
+        keep: Checkpoints that stay; older ones are deleted.
+    """
+
+    def __init__(self, run_dir: Path, *, fingerprint: str, keep: int) -> None:
+        self._fingerprint = fingerprint
+        self._manager = ocp.CheckpointManager(
+            (run_dir / CHECKPOINT_DIR).absolute(),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            ),
+        )
+
+    @property
+    def latest_step(self) -> int | None:
+        """Updates done at the latest checkpoint, or None without one."""
+        step: int | None = self._manager.latest_step()
+        return step
+
+    def save(self, state: TrainState, iterator: grain.DatasetIterator) -> None:
+        """Saves everything as of `state.step` updates; the iterator stands behind the packs of the last of them."""
+        step = int(state.step)
+        if step == self.latest_step:
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                optimizer=ocp.args.StandardSave({"step": state.step, "opt_state": state.opt_state}),
+                data=grain.checkpoint.CheckpointSave(iterator),
+                meta=ocp.args.JsonSave({"fingerprint": self._fingerprint}),
+            ),
+        )
+
+    def restore(self, abstract_state: TrainState, iterator: grain.DatasetIterator) -> TrainState:
+        """Restores the latest checkpoint: returns its state and sets the iterator in place.
+
+        Args:
+            abstract_state: Shapes, types and shardings.
+            iterator: A fresh iterator of the run's pipeline.
+
+        Raises:
+            CheckpointError: If the checkpoint belongs to another run.
+        """
+        step = self.latest_step
+        saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        if saved["fingerprint"] != self._fingerprint:
+            raise CheckpointError(
+                f"checkpoint {step} belongs to another run: its fingerprint is {saved['fingerprint']}, this run's is "
+                f"{self._fingerprint}. Remove it, or resume the run it comes from"
+            )
+        optimizer = {"step": abstract_state.step, "opt_state": abstract_state.opt_state}
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardRestore(abstract_state.params),
+                optimizer=ocp.args.StandardRestore(optimizer),
+                data=grain.checkpoint.CheckpointRestore(iterator),
+            ),
+        )
+        return TrainState(params=restored["params"], **restored["optimizer"])
+
+    def close(self) -> None:
+        """Frees the manager's threads."""
+        self._manager.close()
+
+
+def load_params(run_dir: Path, abstract_params: Params) -> Params:
+    """Returns the parameters of another run's latest checkpoint, to start a new run from.
+
+    Args:
+        run_dir: The other run's directory.
+        abstract_params: Shapes, types and shardings.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or its model has other dimensions.
+    """
+    directory = (run_dir / CHECKPOINT_DIR).absolute()
+    if not directory.is_dir():
+        raise CheckpointError(f"there is no run with checkpoints in {str(run_dir)!r}: --init takes a run directory")
+    with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise CheckpointError(f"the run in {str(run_dir)!r} has no checkpoint yet")
+        try:
+            restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
+        except ValueError as error:
+            raise CheckpointError(f"the model in {str(run_dir)!r} has other dimensions: {error}") from error
+        params: Params = restored["params"]
+        return params

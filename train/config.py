@@ -1,0 +1,178 @@
+"""What a run is: one typed value, validated before anything is compiled or written."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any, Literal
+
+from bcl_grain.layouts import Layout, RowPackedLayout
+from bcl_grain.planner import Order, PlannerConfig, Policy
+from train.corpus import EVAL_SHARE
+from train.model import ModelConfig
+
+
+def _check_least(config: object, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorpusConfig:
+    """Text and how it becomes records.
+
+    Attributes:
+        path: A JSONL file of pairs; default: the interpreter's own standard library.
+        tokenizer: A Hugging Face `tokenizer.json` or its directory; default: bytes.
+        eos_token: The token that ends a response; default: what the tokenizer's configuration says.
+        eval_share: Share of modules held out.
+        max_tokens: Cap of a record.
+        on_oversize: What happens to a record above it: `error`, `truncate` or `drop`.
+    """
+
+    path: str | None = None
+    tokenizer: str | None = None
+    eos_token: str | None = None
+    eval_share: float = EVAL_SHARE
+    max_tokens: int = 1024
+    on_oversize: Literal["error", "truncate", "drop"] = "error"
+
+    def __post_init__(self) -> None:
+        _check_least(self, "max_tokens", 2)
+        if self.on_oversize not in ("error", "truncate", "drop"):
+            raise ValueError(f"on_oversize must be 'error', 'truncate' or 'drop', got {self.on_oversize!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """How records become packs; see `bcl_grain.PlannerConfig`.
+
+    Attributes:
+        pack_size: Records that one device consumes in one step.
+        lookahead: Pool length in steps.
+        policy: `windowed`, or `arrival` for the baseline.
+        order: In which order a cycle's steps come.
+    """
+
+    pack_size: int = 16
+    lookahead: int = 32
+    policy: Policy = "windowed"
+    order: Order = "shuffled"
+
+    def __post_init__(self) -> None:
+        PlannerConfig(pack_size=self.pack_size, lookahead=self.lookahead, policy=self.policy, order=self.order)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with warm-up and cosine decay; see `train.state.make_optimizer`.
+
+    Attributes:
+        learning_rate: Its peak.
+        warmup_steps: Updates until the peak.
+        final_share: Last learning rate as a share of the peak.
+        weight_decay: For matrices.
+        b1: Decay of the gradient's running mean.
+        b2: Decay of its running square.
+        max_grad_norm: Gradients of a larger norm are scaled down to it.
+    """
+
+    learning_rate: float = 1e-3
+    warmup_steps: int = 20
+    final_share: float = 0.1
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_least(self, "warmup_steps", 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How a run is fed, what it tells and what it keeps.
+
+    None of it changes what is learned: a resumed run may have another.
+
+    Attributes:
+        prefetch_packs: Packs that a thread keeps ready; 0 for none.
+        eval_every: Steps between evaluations; the start and the end are always evaluated.
+        checkpoint_every: Steps between checkpoints; the end is always saved.
+        keep_checkpoints: Checkpoints that stay.
+        simulated_ranks: Ranks of the comparison of the policy with arrival.
+        simulated_steps: Its steps.
+    """
+
+    prefetch_packs: int = 4
+    eval_every: int = 50
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+    simulated_ranks: int = 8
+    simulated_steps: int = 160
+
+    def __post_init__(self) -> None:
+        _check_least(self, "prefetch_packs", 0)
+        for name in ("eval_every", "checkpoint_every", "keep_checkpoints", "simulated_ranks", "simulated_steps"):
+            _check_least(self, name, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A run.
+
+    Attributes:
+        corpus: Text and how it becomes records.
+        balance: How records become packs.
+        layout: How packs become chunks. Its `pad_id` follows the tokenizer.
+        model: Dimensions. A `vocab_size` of 1 stands for the tokenizer's.
+        optimizer: How gradients become updates.
+        runtime: What does not change the result.
+        steps: Updates; default: as many as `epochs` fill.
+        epochs: Times that the corpus is read, if `steps` is None.
+        constant_denominator: Divide gradients by the *expected* number of tokens of a step instead of its own: then
+            every token weighs the same, whatever the order of steps.
+        seed: Key of the parameters, the shuffle and the order.
+
+    Raises:
+        ValueError: If a value is out of range; the message shows it.
+    """
+
+    corpus: CorpusConfig = CorpusConfig()
+    balance: BalanceConfig = BalanceConfig()
+    layout: Layout = dataclasses.field(
+        default_factory=lambda: RowPackedLayout(length=1024, rows_per_chunk=2, heights=(1,))
+    )
+    model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(vocab_size=1))
+    optimizer: OptimizerConfig = OptimizerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    steps: int | None = None
+    epochs: int = 1
+    constant_denominator: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            _check_least(self, "steps", 1)
+        _check_least(self, "epochs", 1)
+        _check_least(self, "seed", 0)
+        longest = max(length for _, length in self.layout.shapes)
+        if self.corpus.max_tokens > longest:
+            raise ValueError(
+                f"corpus.max_tokens {self.corpus.max_tokens} is longer than the layout's longest row {longest}: such "
+                "records would fit no chunk; lower the one or raise the other"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Returns all that the result depends on, JSON-safe: two runs with the same are the same run."""
+        values = dataclasses.asdict(self)
+        del values["runtime"]
+        values["layout"]["kind"] = type(self.layout).__name__
+        return values
+
+
+def fingerprint(identity: dict[str, Any]) -> str:
+    """Returns a short hash of a JSON-safe value, the same on every machine."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

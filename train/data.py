@@ -1,0 +1,227 @@
+"""The input pipeline: records -> caps -> global shuffle -> shard -> BCL -> layout -> prefetch.
+
+Records live in memory and are read at random, so that a shuffle is global and a restore reads only what it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import grain
+import numpy as np
+
+import bcl_grain as bcl
+from bcl_grain.caps import CapReport, cap_oversize
+from bcl_grain.chunks import Chunk
+from bcl_grain.costs import TransformerCost
+from bcl_grain.layouts import Layout
+from train.config import BalanceConfig
+from train.tokenizers import Record
+
+T = TypeVar("T")
+
+READ_IN_PLACE = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+"""No reader threads: for records in memory they cost 15 times what they save."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capped:
+    """Records after the cap, and what it did.
+
+    Attributes:
+        records: Small enough, each with at least one token that counts in the loss.
+        num_oversize: Records that were larger than the cap.
+        tokens_removed: What of them was cut off or left out.
+        num_unlearnable: Records left out because none of the tokens that remain counts in the loss.
+    """
+
+    records: list[Record]
+    num_oversize: int
+    tokens_removed: int
+    num_unlearnable: int
+
+    def describe(self) -> str:
+        """Returns one line for the user."""
+        return (
+            f"{len(self.records):,} records; {self.num_oversize:,} above the cap lost {self.tokens_removed:,} tokens, "
+            f"{self.num_unlearnable:,} had no response left and were dropped"
+        )
+
+
+def cap_records(records: Sequence[Record], *, max_tokens: int, on_oversize: str) -> Capped:
+    """Applies the cap to records in memory. It comes before sharding: the number of steps follows from what is left.
+
+    Raises:
+        ValueError: If a record is too large and `on_oversize` is "error", or no record is left.
+    """
+    report = CapReport()
+    ds = grain.MapDataset.source(records).pipe(
+        cap_oversize,
+        max_size=max_tokens,
+        on_oversize=on_oversize,
+        report=None if on_oversize == "error" else report,
+    )
+    capped = list(ds.to_iter_dataset(READ_IN_PLACE))
+    kept = [record for record in capped if record["loss_mask"][1:].any()]
+    if not kept:
+        raise ValueError(f"no record of {len(records)} is left after the cap of {max_tokens} tokens: raise it")
+    return Capped(
+        records=kept,
+        num_oversize=report.records,
+        tokens_removed=int(report.size_removed),
+        num_unlearnable=len(capped) - len(kept),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobSize:
+    """How long a job is. It follows from global numbers alone, so that all processes agree without asking.
+
+    Attributes:
+        steps: Optimizer updates.
+        global_batch: Records of one step, all ranks together.
+        epochs: Times that the corpus is read, the last one perhaps in part.
+        num_unused: Records of the last epoch that no step uses.
+    """
+
+    steps: int
+    global_batch: int
+    epochs: int
+    num_unused: int
+
+
+def job_size(num_records: int, *, pack_size: int, ranks: int, steps: int | None, epochs: int) -> JobSize:
+    """Returns the size of a job of `steps` steps, or without it of as many as `epochs` epochs fill.
+
+    Records may cross an epoch's end inside a pack: the stream is cut into steps once, not once an epoch.
+
+    Raises:
+        ValueError: If the corpus is smaller than one step.
+
+    >>> job_size(100, pack_size=8, ranks=2, steps=None, epochs=2)
+    JobSize(steps=12, global_batch=16, epochs=2, num_unused=8)
+    """
+    global_batch = pack_size * ranks
+    if num_records < global_batch:
+        raise ValueError(
+            f"the corpus has {num_records} records, but one step takes {global_batch} ({ranks} ranks of pack_size "
+            f"{pack_size}): lower balance.pack_size, or give a larger corpus"
+        )
+    if steps is None:
+        steps = epochs * num_records // global_batch
+    epochs = math.ceil(steps * global_batch / num_records)
+    return JobSize(
+        steps=steps,
+        global_batch=global_batch,
+        epochs=epochs,
+        num_unused=epochs * num_records - steps * global_batch,
+    )
+
+
+def arrivals(source: Sequence[T], job: JobSize, *, seed: int, shard: int, num_shards: int) -> grain.MapDataset[T]:
+    """Returns what one shard reads in a job: every epoch shuffled anew as a whole, then dealt out record by record.
+
+    The shards of any number together hold the same `job.steps * job.global_batch` records.
+    """
+    ds = grain.MapDataset.source(source).seed(seed).shuffle().repeat(job.epochs)
+    return ds[shard : job.steps * job.global_batch : num_shards]
+
+
+class Pack(NamedTuple):
+    """What one device consumes in one step.
+
+    Attributes:
+        chunks: Its arrays.
+        records: Number of records.
+        tokens: Their tokens.
+        executed_tokens: Tokens of the chunks, padding included.
+        cost: Estimated cost of the records.
+        executed_cost: Cost of the chunks.
+    """
+
+    chunks: list[Chunk]
+    records: int
+    tokens: int
+    executed_tokens: int
+    cost: float
+    executed_cost: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LayOut:
+    """Turns a list of records into a `Pack`."""
+
+    layout: Layout
+    cost: TransformerCost
+
+    def __call__(self, records: Sequence[Record]) -> Pack:
+        """Runs the layout and counts."""
+        chunks = self.layout(records)
+        shapes = [chunk["tokens"].shape for chunk in chunks]
+        return Pack(
+            chunks=chunks,
+            records=len(records),
+            tokens=sum(len(record["tokens"]) for record in records),
+            executed_tokens=sum(rows * length for rows, length in shapes),
+            cost=sum(self.cost(record) for record in records),
+            executed_cost=sum(self.cost.of_chunk(rows, length) for rows, length in shapes),
+        )
+
+
+def train_dataset(
+    records: Sequence[Record],
+    job: JobSize,
+    *,
+    balance: BalanceConfig,
+    lay_out: LayOut,
+    seed: int,
+    shard: int,
+    num_shards: int,
+    ranks_per_shard: int,
+    prefetch_packs: int,
+) -> grain.IterDataset[Pack]:
+    """Returns the packs of one shard; `ranks_per_shard` consecutive ones belong to one step.
+
+    With `prefetch_packs` a thread lays them out ahead. An iterator must be closed then before the interpreter ends,
+    or the process aborts.
+    """
+    ds = arrivals(records, job, seed=seed, shard=shard, num_shards=num_shards).to_iter_dataset(READ_IN_PLACE)
+    ds = ds.pipe(
+        bcl.BatchCostLookaheadIterDataset,
+        pack_size=balance.pack_size,
+        packs_per_step=ranks_per_shard,
+        lookahead=balance.lookahead,
+        policy=balance.policy,
+        order=balance.order,
+        num_packs=job.steps * ranks_per_shard,
+        seed=seed,
+        cost_fn=lay_out.cost,
+    ).map(lay_out)
+    if not prefetch_packs:
+        return ds
+    return grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=prefetch_packs)
+
+
+def eval_chunks(
+    records: Sequence[Record], *, layout: Layout, pack_size: int, shard: int = 0, num_shards: int = 1
+) -> list[Chunk]:
+    """Returns the chunks of one shard of the eval records, each record in exactly one of them.
+
+    The last pack may be short: the layout takes any number of records up to `pack_size`.
+    """
+    own = records[shard::num_shards]
+    return [chunk for start in range(0, len(own), pack_size) for chunk in layout(own[start : start + pack_size])]
+
+
+def data_checksum(records: Sequence[Record]) -> int:
+    """Returns a checksum (CRC-32) of all tokens and masks: another corpus or tokenizer shows in it."""
+    digest = 0
+    for record in records:
+        for name in ("tokens", "loss_mask"):
+            digest = zlib.crc32(np.ascontiguousarray(record[name]).tobytes(), digest)
+        digest = zlib.crc32(len(record["tokens"]).to_bytes(8, "little"), digest)
+    return digest

@@ -1,0 +1,100 @@
+"""Trains a model: `python -m train.main --config=configs/default.py`.
+
+Exit codes: 0, all steps were made; 1, training failed; 2, bad input: settings, corpus or directory, nothing was
+trained; 75, stopped by SIGTERM or SIGINT, a checkpoint was saved and `--resume` goes on from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags, logging
+from tqdm import tqdm
+
+from train.checkpoints import CheckpointError, check_run_dir
+from train.compiling import enable_compile_cache
+from train.loop import DivergedError, run_training
+from train.overrides import load_config, override
+from train.prepare import Topology, prepare
+from train.report import report
+
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
+
+_CONFIG = flags.DEFINE_string("config", None, "Config file: defines get_config() -> TrainConfig.", required=True)
+_SET = flags.DEFINE_multi_string("set", [], "Replaces a field: --set=balance.policy=arrival. May be repeated.")
+_STEPS = flags.DEFINE_integer("steps", None, "Number of updates: the same as --set=steps=N.", lower_bound=1)
+_RUN_DIR = flags.DEFINE_string("run_dir", None, "Where the run's files go. Default: runs/<config name>-<number>.")
+_RESUME = flags.DEFINE_bool("resume", False, "Goes on with the run in --run_dir, from its latest checkpoint.")
+_INIT = flags.DEFINE_string("init", None, "Directory of another run: a new run starts from its latest parameters.")
+_COMPILE_CACHE = flags.DEFINE_string("compile_cache", "runs/xla-cache", "Keeps compiled programs; empty for none.")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Does what the flags say; returns the exit code."""
+    start = time.monotonic()
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # Orbax tells a page about every checkpoint
+    init = None if _INIT.value is None else Path(_INIT.value)
+    try:
+        if argv[1:]:
+            raise ValueError(f"unexpected arguments {list(argv[1:])}: flags are written --name=value")
+        if init is not None and _RESUME.value:
+            raise ValueError(
+                "--init starts a new run from another one's parameters, --resume goes on with a run: pass one"
+            )
+        config = override(load_config(_CONFIG.value), _SET.value)
+        if _STEPS.value is not None:
+            config = dataclasses.replace(config, steps=_STEPS.value)
+        run_dir = _run_dir()
+        if _COMPILE_CACHE.value:
+            enable_compile_cache(Path(_COMPILE_CACHE.value).absolute())
+        prepared = prepare(config, Topology.current())
+        check_run_dir(run_dir, prepared.identity, resume=_RESUME.value)
+    except ValueError as error:
+        return _fail(error, EXIT_BAD_INPUT)
+    print(f"run directory: {run_dir}; inputs ready after {time.monotonic() - start:.1f} s")
+    try:
+        outcome = run_training(prepared, run_dir, init=init, say=tqdm.write)
+    except CheckpointError as error:
+        return _fail(error, EXIT_BAD_INPUT)
+    except DivergedError as error:
+        return _fail(error, EXIT_FAILED)
+    if outcome.stopped_by is not None:
+        print(
+            f"{outcome.stopped_by}: stopped after step {outcome.step} of {prepared.job.steps}, checkpoint saved. Go on "
+            f"with the same command and --run_dir={run_dir} --resume"
+        )
+        return EXIT_STOPPED
+    report(prepared, outcome, run_dir)
+    print(f"{time.monotonic() - start:.0f} s in all")
+    return EXIT_DONE
+
+
+def _run_dir() -> Path:
+    if _RUN_DIR.value is not None:
+        return Path(_RUN_DIR.value)
+    if _RESUME.value:
+        raise ValueError("--resume needs --run_dir: which run shall go on?")
+    name = Path(_CONFIG.value).stem
+    return next(path for i in itertools.count(1) if not (path := Path("runs", f"{name}-{i:03}")).exists())
+
+
+def _fail(error: Exception, exit_code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return exit_code
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(_fail(error, EXIT_BAD_INPUT))
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse_flags)

@@ -1,0 +1,179 @@
+"""From a config to everything a run needs, before a device is touched: records, baseline, size, identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout
+from train.bigram import fit_bigram
+from train.config import CorpusConfig, TrainConfig
+from train.corpus import Split, describe_sizes, load_pairs, split_by_module
+from train.data import Capped, JobSize, LayOut, cap_records, data_checksum, job_size
+from train.library import library_pairs
+from train.model import ModelConfig
+from train.state import Optimizer, make_optimizer
+from train.tokenizers import ByteTokenizer, Record, Tokenizer, load_tokenizer, to_record
+
+Say = Callable[[str], None]
+"""Takes a line for the user."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Who takes part in the job. The one place that knows how many processes there are.
+
+    Attributes:
+        process_index: This process.
+        process_count: All of them; each reads a shard of its own.
+        local_devices: Devices of each process.
+    """
+
+    process_index: int
+    process_count: int
+    local_devices: int
+
+    @classmethod
+    def current(cls) -> Topology:
+        """Returns what JAX says."""
+        return cls(
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            local_devices=jax.local_device_count(),
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Devices of all processes."""
+        return self.process_count * self.local_devices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run before its first compilation.
+
+    Attributes:
+        config: What was asked for.
+        topology: Who takes part.
+        tokenizer: Text to ids and back.
+        model: Dimensions, the vocabulary's size filled in.
+        optimizer: Gradients to updates.
+        lay_out: Records to chunks, with the model's cost.
+        train: Records to learn from.
+        evaluation: Records of held-out modules.
+        job: The run's size.
+        bigram_loss: Eval loss, in nats a token, of the bigram model fitted to the training records.
+        identity: All that the result depends on, JSON-safe.
+    """
+
+    config: TrainConfig
+    topology: Topology
+    tokenizer: Tokenizer
+    model: ModelConfig
+    optimizer: Optimizer
+    lay_out: LayOut
+    train: list[Record]
+    evaluation: list[Record]
+    job: JobSize
+    bigram_loss: float
+    identity: dict[str, Any]
+
+    @property
+    def one_record_rows(self) -> bool:
+        """Whether no row holds two records: some attention kernels serve only those."""
+        return isinstance(self.lay_out.layout, BucketedLayout | PaddedLayout)
+
+    @property
+    def expected_tokens(self) -> float | None:
+        """Tokens that count in a step, on average; None where each step is divided by its own."""
+        if not self.config.constant_denominator:
+            return None
+        return self.job.global_batch * float(np.mean([record["loss_mask"][1:].sum() for record in self.train]))
+
+
+def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepared:
+    """Reads the corpus and derives everything from it.
+
+    Raises:
+        ValueError: If an input is unreadable, or the settings don't fit the corpus; the message names the remedy.
+    """
+    tokenizer = _tokenizer(config.corpus)
+    split = _split(config.corpus, say)
+    train = _records(split.train, "training", tokenizer, config.corpus, say)
+    evaluation = _records(split.evaluation, "held-out", tokenizer, config.corpus, say)
+    job = job_size(
+        len(train),
+        pack_size=config.balance.pack_size,
+        ranks=topology.ranks,
+        steps=config.steps,
+        epochs=config.epochs,
+    )
+    model = dataclasses.replace(config.model, vocab_size=_vocab_size(config.model.vocab_size, tokenizer))
+    layout: Layout = dataclasses.replace(config.layout, pad_id=tokenizer.pad_id)
+    identity = {
+        "config": config.identity(),
+        "data": {"train_checksum": data_checksum(train), "eval_checksum": data_checksum(evaluation)},
+        "job": dataclasses.asdict(job),
+        "processes": topology.process_count,
+        "devices_per_process": topology.local_devices,
+    }
+    return Prepared(
+        config=config,
+        topology=topology,
+        tokenizer=tokenizer,
+        model=model,
+        optimizer=make_optimizer(total_steps=job.steps, **dataclasses.asdict(config.optimizer)),
+        lay_out=LayOut(layout, model.cost()),
+        train=train,
+        evaluation=evaluation,
+        job=job,
+        bigram_loss=fit_bigram(train, model.vocab_size).nats_per_token(evaluation),
+        identity=json.loads(json.dumps(identity)),
+    )
+
+
+def _tokenizer(corpus: CorpusConfig) -> Tokenizer:
+    if corpus.tokenizer is None:
+        return ByteTokenizer()
+    return load_tokenizer(corpus.tokenizer, eos_token=corpus.eos_token)
+
+
+def _split(corpus: CorpusConfig, say: Say) -> Split:
+    if corpus.path is None:
+        library = library_pairs()
+        say(
+            f"corpus: this Python's standard library, {library.num_files} files, {len(library.pairs):,} functions with "
+            f"docstrings; left out: {library.num_undocumented:,} without, {library.num_bodiless} without a body, "
+            f"{library.num_duplicates} duplicates, {len(library.unreadable_files)} unreadable files"
+        )
+        pairs: Sequence[Any] = library.pairs
+    else:
+        pairs = load_pairs(corpus.path)
+        say(f"corpus: {corpus.path}, {len(pairs):,} pairs")
+    split = split_by_module(pairs, eval_share=corpus.eval_share)
+    if split.num_leaked:
+        say(f"held-out: {split.num_leaked} pairs left out because their response also stands in the training part")
+    return split
+
+
+def _records(pairs: Sequence[Any], part: str, tokenizer: Tokenizer, corpus: CorpusConfig, say: Say) -> list[Record]:
+    records = [to_record(pair, tokenizer) for pair in pairs]
+    say(f"{part}: {describe_sizes([len(record['tokens']) for record in records])} (tokens)")
+    capped: Capped = cap_records(records, max_tokens=corpus.max_tokens, on_oversize=corpus.on_oversize)
+    say(f"{part}, capped at {corpus.max_tokens} ({corpus.on_oversize}): {capped.describe()}")
+    return capped.records
+
+
+def _vocab_size(asked: int, tokenizer: Tokenizer) -> int:
+    if asked == 1:
+        return tokenizer.vocab_size
+    if asked < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.vocab_size {asked} is below the tokenizer's {tokenizer.vocab_size}: leave it out, or raise it"
+        )
+    return asked

@@ -1,0 +1,114 @@
+"""What a finished run leaves for its reader: a table on the screen, `summary.json`, a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from train.checkpoints import CHECKPOINT_DIR
+from train.comparison import Comparison, compare_policies
+from train.data import job_size
+from train.loop import Outcome
+from train.metrics_log import METRICS_FILE, Event, read_events
+from train.plots import PLOT_FILE, draw_run
+from train.prepare import Prepared, Say
+
+SUMMARY_FILE = "summary.json"
+
+
+def compare_with_arrival(prepared: Prepared) -> Comparison:
+    """Simulates the run's policy and arrival order on the training records, for more ranks than this machine has."""
+    config = prepared.config
+    ranks = config.runtime.simulated_ranks
+    job = job_size(
+        len(prepared.train),
+        pack_size=config.balance.pack_size,
+        ranks=ranks,
+        steps=config.runtime.simulated_steps,
+        epochs=1,
+    )
+    return compare_policies(
+        [len(record["tokens"]) for record in prepared.train],
+        job,
+        ranks=ranks,
+        balance=config.balance,
+        lay_out=prepared.lay_out,
+        seed=config.seed,
+    )
+
+
+def report(prepared: Prepared, outcome: Outcome, run_dir: Path, say: Say = print) -> dict[str, Any]:
+    """Prints the run's result, writes `summary.json` and draws `run.png`; returns the summary."""
+    events = read_events(run_dir)
+    comparison = compare_with_arrival(prepared)
+    draw_run(
+        run_dir / PLOT_FILE,
+        pack_costs={policy: simulation.estimated for policy, simulation in comparison.simulations.items()},
+        events=events,
+        baseline_loss=prepared.bigram_loss,
+        title=f"{comparison.describe()}; training of {outcome.step} steps",
+    )
+    summary = _summary(prepared, outcome, comparison, events)
+    (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
+    for line in _lines(summary, comparison):
+        say(line)
+    for name, content in (
+        (PLOT_FILE, "picture"),
+        (SUMMARY_FILE, "these figures"),
+        (METRICS_FILE, "every step"),
+        ("tensorboard", "the same for TensorBoard"),
+        (CHECKPOINT_DIR, "model, optimizer and pipeline"),
+    ):
+        say(f"  {run_dir / name}: {content}")
+    return summary
+
+
+def _summary(prepared: Prepared, outcome: Outcome, comparison: Comparison, events: Sequence[Event]) -> dict[str, Any]:
+    train = [event for event in events if event["kind"] == "train"]
+    evals = [event for event in events if event["kind"] == "eval"]
+    return {
+        "steps": outcome.step,
+        "records": sum(event["records"] for event in train),
+        "loss_tokens": sum(event["tokens"] for event in train),
+        "parameters": prepared.model.num_parameters,
+        "first_training_loss": train[0]["loss"],
+        "last_training_loss": train[-1]["loss"],
+        "first_eval_loss": evals[0]["loss"],
+        "last_eval_loss": evals[-1]["loss"],
+        "last_eval_accuracy": evals[-1]["accuracy"],
+        "eval_records": len(prepared.evaluation),
+        "eval_loss_tokens": evals[-1]["tokens"],
+        "bigram_eval_loss": prepared.bigram_loss,
+        "beats_bigram": evals[-1]["loss"] < prepared.bigram_loss,
+        "comparison": {
+            "ranks": comparison.ranks,
+            "steps": comparison.job.steps,
+            "policies": comparison.figures(),
+        },
+        "compilations_after_warmup": outcome.late_programs,
+        "warmup_programs": outcome.warmup_programs,
+        "warmup_cache_hits": outcome.warmup_cache_hits,
+        "warmup_seconds": outcome.warmup_seconds,
+        "training_seconds": outcome.training_seconds,
+    }
+
+
+def _lines(summary: dict[str, Any], comparison: Comparison) -> list[str]:
+    beats = "beats" if summary["beats_bigram"] else "does NOT beat"
+    return [
+        "",
+        f"Result after {summary['steps']} steps, {summary['records']:,.0f} records, {summary['loss_tokens']:,.0f} "
+        f"response tokens ({summary['training_seconds']:.0f} s since the start or resume)",
+        f"  training loss  {summary['first_training_loss']:.4f} -> {summary['last_training_loss']:.4f}",
+        f"  eval loss      {summary['first_eval_loss']:.4f} -> {summary['last_eval_loss']:.4f} on "
+        f"{summary['eval_records']} held-out records, accuracy {summary['last_eval_accuracy']:.3f}",
+        f"  bigram         {summary['bigram_eval_loss']:.4f} on the same: the model {beats} it",
+        f"  compilations after warm-up: {summary['compilations_after_warmup']}",
+        "",
+        f"Balance, {comparison.describe()}",
+        *(f"  {line}" for line in comparison.table().splitlines()),
+        "",
+        "Files",
+    ]
