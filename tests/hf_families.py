@@ -88,7 +88,7 @@ def random_tensors(config: Config, *, seed: int = 0, dtype: npt.DTypeLike = np.f
         deviation = shape[-1] ** -0.5 if scale is None else scale
         tensors[name] = (mean + deviation * rng.standard_normal(shape)).astype(dtype)
 
-    add("model.embed_tokens.weight", config["vocab_size"], width, scale=1.0)
+    add("model.embed_tokens.weight", config["vocab_size"], width)
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
