@@ -61,7 +61,7 @@ class Generator:
                 f"got {len(prompts)} prompts, compiled for {self.batch} at a time: call again for the rest"
             )
         tokens = np.zeros((self.batch, self.prompt_tokens), np.int32)
-        lengths = np.ones(self.batch, np.int32)  # a row without a prompt holds one token
+        lengths = np.zeros(self.batch, np.int32)
         for i, prompt in enumerate(prompts):
             ids = np.asarray(prompt, np.int32)
             if ids.ndim != 1 or not 1 <= len(ids) <= self.prompt_tokens:
@@ -140,11 +140,12 @@ class _Cache(NamedTuple):
 def _generate(
     model: Decoder, tokens: jax.Array, lengths: jax.Array, new_tokens: int, eos_ids: tuple[int, ...], platform: str
 ) -> jax.Array:
-    """Returns what follows the prompts, [batch, new_tokens]; 0 behind an end token."""
+    """Returns what follows the prompts, [batch, new_tokens]; 0 behind an end token. A row of length 0 has no prompt."""
 
     def ends(token: jax.Array) -> jax.Array:
         return jnp.isin(token, jnp.asarray(eos_ids, jnp.int32))
 
+    absent, lengths = lengths == 0, jnp.maximum(lengths, 1)
     hidden, cache = _read_prompts(model, tokens, lengths, new_tokens, platform)
     first = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
     written = jnp.zeros((len(tokens), new_tokens), jnp.int32).at[:, 0].set(first)
@@ -159,7 +160,7 @@ def _generate(
         token = jnp.where(done, 0, jnp.argmax(model.logits(hidden), axis=-1)).astype(jnp.int32)
         return count + 1, done | ends(token), written.at[:, count].set(token), cache
 
-    start = jnp.ones((), jnp.int32), ends(first), written, cache
+    start = jnp.ones((), jnp.int32), absent | ends(first), written, cache
     _, _, written, _ = jax.lax.while_loop(unfinished, write_one, start)
     return written
 
