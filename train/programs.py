@@ -19,8 +19,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from train.attention import attention_for
+from train.lora import FROZEN_DTYPE, join_params, split_params
 from train.loss import Sums, loss_sums
-from train.model import ModelConfig, Params, compute_dtype, graphdef
+from train.model import ModelConfig, Params, compute_dtype, graphdef, init_params
 from train.state import Optimizer, TrainState, new_state
 
 Shape = tuple[int, int]
@@ -40,7 +41,7 @@ class Accumulator(NamedTuple):
     """Sums over the chunks of one device since the last update. Every array has a leading axis for the devices.
 
     Attributes:
-        grads: Gradient of the loss sum, a pytree like the parameters.
+        grads: Gradient of the loss sum, a pytree like the parameters that are trained.
         sums: Loss, tokens and correct predictions.
     """
 
@@ -57,10 +58,12 @@ class Programs:
         local_devices: Those of this process, in the mesh's order: whose packs `train_step` takes.
         shapes: The ladder: (rows, length) of every chunk that can come.
         abstract_state: A `TrainState` of shapes, dtypes and shardings: what a checkpoint is restored into.
-        init: seed -> the state before the first update.
+        abstract_frozen: The same of the parameters that are not trained; None if all are.
+        init: seed -> fresh parameters, those that are trained.
+        begin: such parameters -> the state before the first update; they are donated.
         zeros: () -> (accumulator, sums), by device.
-        accumulate: (accumulator, params, chunk) -> accumulator; the first is donated.
-        evaluate: (sums, params, chunk) -> sums; the first is donated.
+        accumulate: (accumulator, params, frozen, chunk) -> accumulator; the first is donated.
+        evaluate: (sums, params, frozen, chunk) -> sums; the first is donated.
         update: (state, accumulators of all devices) -> (state, metrics); the first is donated.
         total: sums of all devices -> metrics.
         compile_seconds: What compiling took, or reading from the persistent cache.
@@ -70,7 +73,9 @@ class Programs:
     local_devices: tuple[jax.Device, ...]
     shapes: tuple[Shape, ...]
     abstract_state: TrainState
+    abstract_frozen: Params | None
     init: jax.stages.Compiled
+    begin: jax.stages.Compiled
     zeros: Mapping[jax.Device, jax.stages.Compiled]
     accumulate: Mapping[Key, jax.stages.Compiled]
     evaluate: Mapping[Key, jax.stages.Compiled]
@@ -88,10 +93,10 @@ def compile_programs(
     expected_tokens: float | None = None,
     one_record_rows: bool = False,
 ) -> Programs:
-    """Compiles two programs for each shape and local device, one more for each device, and three for all.
+    """Compiles two programs for each shape and local device, one more for each device, and four for all.
 
     Args:
-        config: The model's dimensions.
+        config: The model. If it has adapters they alone are trained.
         optimizer: See `make_optimizer`.
         shapes: A layout's `shapes`.
         devices: All that take part, those of other processes included; default `jax.devices()`.
@@ -114,11 +119,16 @@ def compile_programs(
         raise ValueError(f"none of the devices {list(mesh.devices.flat)} belongs to this process")
     everywhere, by_device = shardings(mesh)
 
-    def init(seed: jax.Array) -> TrainState:
-        return new_state(config, optimizer, seed)
+    def init(seed: jax.Array) -> Params:
+        trained: Params = split_params(init_params(config, jax.random.key(seed)))[0]
+        return trained
+
+    def begin(params: Params) -> TrainState:
+        return new_state(params, optimizer)
 
     seed = _abstract(np.int32(0), everywhere)
-    abstract_state = _abstract(jax.eval_shape(init, seed), everywhere)
+    abstract_state = _abstract(jax.eval_shape(begin, jax.eval_shape(init, seed)), everywhere)
+    abstract_frozen = _abstract(_frozen(config), everywhere)
     functions = _local_functions(config, abstract_state.params, local_devices[0].platform, one_record_rows)
     update, total = _global_functions(optimizer, expected_tokens)
     blank = jax.eval_shape(functions.zeros)
@@ -126,13 +136,15 @@ def compile_programs(
     zeros, accumulate, evaluate = {}, {}, {}
     for device in local_devices:
         here = SingleDeviceSharding(device)
-        params, (accumulator, sums) = _abstract(abstract_state.params, here), _abstract(blank, here)
+        given = _abstract(abstract_state.params, here), _abstract(abstract_frozen, here)
+        accumulator, sums = _abstract(blank, here)
         zeros[device] = jax.jit(functions.zeros, out_shardings=here).lower().compile()
         for shape in shapes:
             chunk = _abstract({name: np.empty(shape, dtype) for name, dtype in CHUNK_DTYPES.items()}, here)
-            into = jax.jit(functions.accumulate, donate_argnums=0).lower(accumulator, params, chunk)
+            into = jax.jit(functions.accumulate, donate_argnums=0).lower(accumulator, *given, chunk)
             accumulate[shape, device] = into.compile()
-            evaluate[shape, device] = jax.jit(functions.evaluate, donate_argnums=0).lower(sums, params, chunk).compile()
+            into = jax.jit(functions.evaluate, donate_argnums=0).lower(sums, *given, chunk)
+            evaluate[shape, device] = into.compile()
     accumulators, sums = _abstract(blank, by_device, num_devices=mesh.size)
     # Pinned, or the compiler could return a state that its own next call does not take.
     pinned = jax.tree.map(lambda x: x.sharding, abstract_state), everywhere
@@ -141,7 +153,9 @@ def compile_programs(
         local_devices=local_devices,
         shapes=shapes,
         abstract_state=abstract_state,
+        abstract_frozen=abstract_frozen,
         init=jax.jit(init, out_shardings=everywhere).lower(seed).compile(),
+        begin=jax.jit(begin, donate_argnums=0, out_shardings=everywhere).lower(abstract_state.params).compile(),
         zeros=zeros,
         accumulate=accumulate,
         evaluate=evaluate,
@@ -170,8 +184,9 @@ def _local_functions(
     attention = attention_for(platform, one_record_rows=one_record_rows)
     dtype = compute_dtype(platform)
 
-    def sums_of(params: Params, chunk: Mapping[str, jax.Array]) -> Sums:
-        return loss_sums(nnx.merge(graph, params), chunk, attention=attention, dtype=dtype)
+    def sums_of(params: Params, frozen: Params | None, chunk: Mapping[str, jax.Array]) -> Sums:
+        model = nnx.merge(graph, join_params(params, frozen))
+        return loss_sums(model, chunk, attention=attention, dtype=dtype)
 
     def zeros() -> tuple[Accumulator, Sums]:
         def no_sums() -> Sums:
@@ -180,16 +195,18 @@ def _local_functions(
         grads = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), abstract_params)
         return Accumulator(grads, no_sums()), no_sums()
 
-    def accumulate(accumulator: Accumulator, params: Params, chunk: Mapping[str, jax.Array]) -> Accumulator:
+    def accumulate(
+        accumulator: Accumulator, params: Params, frozen: Params | None, chunk: Mapping[str, jax.Array]
+    ) -> Accumulator:
         def loss(params: Params) -> tuple[Any, Sums]:
-            sums = sums_of(params, chunk)
+            sums = sums_of(params, frozen, chunk)
             return sums.loss, sums
 
         grads, sums = jax.grad(loss, has_aux=True)(params)
         return jax.tree.map(lambda a, x: a + x[None], accumulator, Accumulator(grads, sums))
 
-    def evaluate(sums: Sums, params: Params, chunk: Mapping[str, jax.Array]) -> Sums:
-        return jax.tree.map(lambda a, x: a + x[None], sums, sums_of(params, chunk))
+    def evaluate(sums: Sums, params: Params, frozen: Params | None, chunk: Mapping[str, jax.Array]) -> Sums:
+        return jax.tree.map(lambda a, x: a + x[None], sums, sums_of(params, frozen, chunk))
 
     return _LocalFunctions(zeros, accumulate, evaluate)
 
@@ -206,10 +223,16 @@ def _global_functions(optimizer: Optimizer, expected_tokens: float | None) -> tu
         grads = jax.tree.map(lambda x: jnp.sum(x, axis=0) / denominator, stacked.grads)
         updates, opt_state = optimizer.transform.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"grad_norm": optax.global_norm(grads), "learning_rate": optimizer.schedule(state.step)}
+        metrics |= {"grad_norm": optax.tree.norm(grads), "learning_rate": optimizer.schedule(state.step)}
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
     return update, total
+
+
+def _frozen(config: ModelConfig) -> Any:
+    """Returns shapes and types of the parameters that are not trained, None if all are."""
+    frozen = split_params(jax.eval_shape(lambda: init_params(config, jax.random.key(0))))[1]
+    return jax.tree.map(lambda x: x.update(dtype=FROZEN_DTYPE), frozen)
 
 
 def _nonzero(tokens: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from train.model import ModelConfig, Params, init_params
+from train.model import Params
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +19,7 @@ class TrainState:
 
     Attributes:
         step: int32 [], updates done.
-        params: See `train.model.Params`.
+        params: What is trained: all parameters of the model (see `train.model.Params`), or its adapters.
         opt_state: Optax's.
     """
 
@@ -88,9 +88,8 @@ def make_optimizer(
     return Optimizer(transform=optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw), schedule=schedule)
 
 
-def new_state(config: ModelConfig, optimizer: Optimizer, seed: Any) -> TrainState:
+def new_state(params: Params, optimizer: Optimizer) -> TrainState:
     """Returns the state before the first update. Pure: jit it, with the shardings that it shall have."""
-    params = init_params(config, jax.random.key(seed))
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.transform.init(params))
 
 
