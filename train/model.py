@@ -92,7 +92,7 @@ class ModelConfig:
 
     def cost(self) -> bcl.TransformerCost:
         """Returns what a record costs in one training step, in FLOPs: what the planner balances."""
-        return bcl.TransformerCost.from_dims(
+        cost = bcl.TransformerCost.from_dims(
             layers=self.layers,
             width=self.width,
             heads=self.heads,
@@ -102,6 +102,11 @@ class ModelConfig:
             vocab_size=self.vocab_size,
             remat=self.remat,
         )
+        if self.lora is None:
+            return cost
+        # No gradient of the matrices themselves, a third of the work on them; the adapters' own work is left out.
+        matrices = self.num_parameters - (0 if self.tied_embeddings else self.vocab_size * self.width)
+        return dataclasses.replace(cost, per_token=cost.per_token - 2.0 * matrices)
 
 
 def compute_dtype(platform: str) -> jnp.dtype[Any]:
