@@ -15,7 +15,10 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """(query [r, n, heads, d], key [r, n, kv_heads, d], value like key, segment_ids [r, n]) -> like query."""
 
 QUERY_BLOCK_TOKENS = 128
-"""Queries that the CPU path takes at once: small enough that a block's scores stay in cache."""
+"""Fewest queries that the CPU path takes at once: so many that matrix products pay."""
+
+MAX_QUERY_BLOCKS = 8
+"""Most blocks of a row: each is compiled by itself, and more save little (1/2 + 1/16 of all scores are computed)."""
 
 
 def attention_for(platform: str, *, one_record_rows: bool = False) -> Attention:
@@ -48,19 +51,33 @@ def blockwise_attention(query: jax.Array, key: jax.Array, value: jax.Array, segm
     The scores of the upper half are never computed (n/2 + block/2 keys a query instead of n), and the backward pass
     computes a block's scores again instead of reading them back from memory. See `Attention` for the shapes.
     """
-    length = segment_ids.shape[1]
+    rows, length, heads, head_dim = query.shape
+    groups = heads // key.shape[2]
+    # Heads lead, so that scores are plain batched matrix products; the query heads of one key head stay together.
+    query = jnp.moveaxis(query.reshape(rows, length, -1, groups, head_dim), 1, 3) * head_dim**-0.5
+    key, value = jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)
+    block = max(QUERY_BLOCK_TOKENS, -(-length // MAX_QUERY_BLOCKS))
     blocks = []
-    for start in range(0, length, QUERY_BLOCK_TOKENS):
-        stop = min(start + QUERY_BLOCK_TOKENS, length)
+    for start in range(0, length, block):
+        stop = min(start + block, length)
         causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)
         mask = (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop]) & causal
-        blocks.append(_scores_again(query[:, start:stop], key[:, :stop], value[:, :stop], mask[:, None]))
-    return jnp.concatenate(blocks, axis=1)
+        blocks.append(_block(query[..., start:stop, :], key[:, :, :stop], value[:, :, :stop], mask))
+    mixed = jnp.concatenate(blocks, axis=3)
+    return jnp.moveaxis(mixed, 3, 1).reshape(rows, length, heads, head_dim)
 
 
 @jax.checkpoint
-def _scores_again(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation="xla")
+def _block(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """[r, kv_heads, groups, b, d], [r, kv_heads, s, d] twice, [r, b, s] -> like query."""
+    # Groups and queries as one axis: XLA's CPU products with two free axes are several times slower.
+    flat = query.reshape(*query.shape[:2], -1, query.shape[-1])
+    scores = jnp.einsum("rkqd,rksd->rkqs", flat, key).reshape(*query.shape[:-1], -1)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    # The softmax's division comes last, over head_dim values a query instead of one a score.
+    weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    mixed = jnp.einsum("rkqs,rksd->rkqd", weights.reshape(*flat.shape[:-1], -1), value)
+    return mixed.reshape(query.shape) / jnp.sum(weights, axis=-1, keepdims=True)
 
 
 def cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array) -> jax.Array:
