@@ -88,6 +88,11 @@ def test_five_megabytes_are_over_the_default_limit(tmp_path: pathlib.Path) -> No
         index_lines(path)[0]
 
 
+def test_a_megabyte_of_blanks_before_a_row_does_not_hide_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b" " * 2**21 + b'{"a": 1}\n' + b'{"a": 2}\n')
+    assert all_rows(index_lines(tmp_path / "a.jsonl")) == [{"a": 1}, {"a": 2}]
+
+
 def test_an_index_holds_no_rows(tmp_path: pathlib.Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"a": "x" * 1000}] * 2000)
     assert len(pickle.dumps(index_lines(path))) < 2000 * 8 + 1000

@@ -103,8 +103,8 @@ class ChatEncoder:
 
     @functools.cached_property
     def _control_pattern(self) -> re.Pattern[str] | None:
-        longest_first = sorted(self.control_tokens, key=lambda text: (-len(text), text))
-        return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        texts = sorted(self.control_tokens)
+        return re.compile("|".join(map(re.escape, texts))) if texts else None
 
     @functools.cached_property
     def _control_ids(self) -> IntArray:
