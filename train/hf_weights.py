@@ -13,7 +13,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -126,18 +126,12 @@ def write_hf_model(
     Raises:
         ValueError: If `directory` is not empty.
     """
-    target = pathlib.Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{str(target)!r} is not empty: give another directory to write the model to")
-    partial = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, content in (beside or {}).items():
-        if isinstance(content, pathlib.Path):
-            shutil.copyfile(content, partial / name)
-        else:
-            (partial / name).write_text(content, encoding="utf-8")
-    with contextlib.ExitStack() as stack:
+    with new_directory(directory) as partial, contextlib.ExitStack() as stack:
+        for name, content in (beside or {}).items():
+            if isinstance(content, pathlib.Path):
+                shutil.copyfile(content, partial / name)
+            else:
+                (partial / name).write_text(content, encoding="utf-8")
         writer_of: dict[str, Writer] = {}
         for name, layout in files.items():
             writer = stack.enter_context(Writer(partial / name, layout))
@@ -149,6 +143,22 @@ def write_hf_model(
                     writer_of[HEAD].write(HEAD, tensor)
         for name, data in (extra or {}).items():
             writer_of[name].write_bytes(name, data)
+
+
+@contextlib.contextmanager
+def new_directory(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """Gives a directory to fill that gets its name when all is in it.
+
+    Raises:
+        ValueError: If there is something already.
+    """
+    target = pathlib.Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{str(target)!r} is not empty: give another directory to write to")
+    partial = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
     if target.exists():
         target.rmdir()
     os.replace(partial, target)
