@@ -1,15 +1,24 @@
-"""The main job."""
+"""The main job: a small decoder learns to write the bodies of the standard library's functions, byte by byte.
+
+Command:  make train, or python -m train.main --config=configs/default.py
+Hardware: 2 CPU cores, no GPU.
+Time:     TBD
+Result:   TBD
+"""
 
 from bcl_grain.layouts import RowPackedLayout
 from train.config import BalanceConfig, CorpusConfig, OptimizerConfig, RuntimeConfig, TrainConfig
+from train.model import ModelConfig
 
 
 def get_config() -> TrainConfig:
     return TrainConfig(
         corpus=CorpusConfig(max_tokens=1024, on_oversize="truncate"),
         balance=BalanceConfig(pack_size=16, lookahead=32, policy="windowed"),
-        layout=RowPackedLayout(length=1024, rows_per_chunk=2, heights=(1,)),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
-        runtime=RuntimeConfig(eval_every=50, checkpoint_every=50),
-        steps=150,
+        # One shape: a pack is some nine rows, so chunks are small against it, and each shape takes 10 s to compile.
+        layout=RowPackedLayout(length=1024, rows_per_chunk=1),
+        model=ModelConfig(vocab_size=1, layers=3, width=128, heads=2, kv_heads=1, head_dim=64, hidden=320),
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=10),
+        runtime=RuntimeConfig(eval_every=25, checkpoint_every=25),
+        steps=100,
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 import orbax.checkpoint as ocp
 
 from train.model import Params
@@ -106,6 +107,9 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, *, fingerprint: str, keep: int) -> None:
         self._fingerprint = fingerprint
+        # By default each device writes a slice of what all of them hold, and cutting it compiles programs mid-run.
+        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
         self._manager = ocp.CheckpointManager(
             (run_dir / CHECKPOINT_DIR).absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -167,6 +171,21 @@ class Checkpoints:
         self._manager.close()
 
 
+def latest_step(run_dir: Path) -> int:
+    """Returns the step of a run's latest checkpoint.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    if not (run_dir / CHECKPOINT_DIR).is_dir():
+        raise CheckpointError(f"there is no run with checkpoints in {str(run_dir)!r}: --init takes a run directory")
+    with _reader(run_dir) as manager:
+        step: int | None = manager.latest_step()
+    if step is None:
+        raise CheckpointError(f"the run in {str(run_dir)!r} has no checkpoint yet: wait for one")
+    return step
+
+
 def load_params(run_dir: Path, abstract_params: Params) -> Params:
     """Returns the parameters of another run's latest checkpoint, to start a new run from.
 
@@ -177,16 +196,16 @@ def load_params(run_dir: Path, abstract_params: Params) -> Params:
     Raises:
         CheckpointError: If there is no checkpoint, or its model has other dimensions.
     """
-    directory = (run_dir / CHECKPOINT_DIR).absolute()
-    if not directory.is_dir():
-        raise CheckpointError(f"there is no run with checkpoints in {str(run_dir)!r}: --init takes a run directory")
-    with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise CheckpointError(f"the run in {str(run_dir)!r} has no checkpoint yet")
+    step = latest_step(run_dir)
+    wanted = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params))
+    with _reader(run_dir) as manager:
         try:
-            restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params)))
+            params: Params = manager.restore(step, args=wanted)["params"]
         except ValueError as error:
             raise CheckpointError(f"the model in {str(run_dir)!r} has other dimensions: {error}") from error
-        params: Params = restored["params"]
-        return params
+    return params
+
+
+def _reader(run_dir: Path) -> ocp.CheckpointManager:
+    directory = (run_dir / CHECKPOINT_DIR).absolute()
+    return ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=False))

@@ -46,18 +46,12 @@ class Outcome:
     Attributes:
         step: Updates made in all.
         stopped_by: Name of the signal that stopped it at `step`, or None if all steps were made.
-        warmup_programs: Programs compiled, or taken from the cache, before the first step.
-        warmup_cache_hits: Those from the cache.
-        warmup_seconds: What compiling took.
-        late_programs: Programs compiled after that; any is a defect.
+        late_programs: Programs compiled after the warm-up; any is a defect.
         training_seconds: Time from the first step to the end, evaluation and checkpoints included.
     """
 
     step: int
     stopped_by: str | None
-    warmup_programs: int
-    warmup_cache_hits: int
-    warmup_seconds: float
     late_programs: int
     training_seconds: float
 
@@ -72,14 +66,38 @@ class _Dispatched:
     data_seconds: float
 
 
+def warm_up(prepared: Prepared, say: Say = print) -> Programs:
+    """Compiles everything that the run will need."""
+    counter = CompileCounter()
+    programs = compile_programs(
+        prepared.model,
+        prepared.optimizer,
+        prepared.lay_out.layout.shapes,
+        expected_tokens=prepared.expected_tokens,
+        one_record_rows=prepared.one_record_rows,
+    )
+    say(
+        f"warm-up: {counter.programs} programs for the chunk shapes {programs.shapes} in "
+        f"{programs.compile_seconds:.1f} s, {counter.cache_hits} of them from the compile cache"
+    )
+    return programs
+
+
 def run_training(
-    prepared: Prepared, run_dir: Path, *, init: Path | None = None, say: Say = print, stop: StopRequest | None = None
+    prepared: Prepared,
+    programs: Programs,
+    run_dir: Path,
+    *,
+    init: Path | None = None,
+    say: Say = print,
+    stop: StopRequest | None = None,
 ) -> Outcome:
     """Trains from the latest checkpoint in `run_dir`, or from the start if there is none, to the last step.
 
     Args:
         prepared: The run.
-        run_dir: Its directory, checked with `train.checkpoints.check_run_dir`.
+        programs: From `warm_up`.
+        run_dir: The run's directory, checked with `train.checkpoints.check_run_dir`.
         init: Directory of another run: a new run starts from its latest parameters.
         say: Takes lines for the user.
         stop: Asks to stop at a step's end; by default SIGTERM and SIGINT do.
@@ -91,14 +109,7 @@ def run_training(
         DivergedError: If a loss is not finite; the last checkpoint is from before.
         CheckpointError: If a checkpoint belongs to another run, or `init` can't be used.
     """
-    config, counter = prepared.config, CompileCounter()
-    programs = compile_programs(
-        prepared.model,
-        prepared.optimizer,
-        prepared.lay_out.layout.shapes,
-        expected_tokens=prepared.expected_tokens,
-        one_record_rows=prepared.one_record_rows,
-    )
+    config = prepared.config
     state = init_state(programs, seed=config.seed)
     if init is not None:
         state = dataclasses.replace(state, params=load_params(init, programs.abstract_state.params))
@@ -117,22 +128,13 @@ def run_training(
             say(f"resumed at step {int(state.step)} of {prepared.job.steps}")
         log = MetricsLog(run_dir, first_step=int(state.step))
         cleanup.callback(log.close)
-        say(
-            f"warm-up: {counter.programs} programs for the chunk shapes {programs.shapes} in {counter.seconds:.1f} s, "
-            f"{counter.cache_hits} of them from the compile cache"
-        )
-        warmup = counter.programs, counter.cache_hits, counter.seconds
-        counter.reset()
+        counter, start = CompileCounter(), time.monotonic()
         loop = _Loop(prepared, programs, iterator, checkpoints, log, counter, say)
-        start = time.monotonic()
         with stop.listening():
             step = loop.run(state, stop)
         return Outcome(
             step=step,
             stopped_by=stop.signal_name if step < prepared.job.steps else None,
-            warmup_programs=warmup[0],
-            warmup_cache_hits=warmup[1],
-            warmup_seconds=warmup[2],
             late_programs=counter.programs,
             training_seconds=time.monotonic() - start,
         )
@@ -238,13 +240,13 @@ class _Loop:
         metrics = evaluate(self._programs, state.params, self._eval_packs)
         values = {name: float(value) for name, value in metrics.items()}
         self._log.write("eval", step, values | {"eval_seconds": time.monotonic() - begin})
-        mean = sum(self._recent_losses) / len(self._recent_losses) if self._recent_losses else math.nan
+        line = f"step {step:>5}/{self._prepared.job.steps}: eval loss {values['loss']:.4f}"
+        if self._recent_losses:
+            mean = sum(self._recent_losses) / len(self._recent_losses)
+            line += f", training loss {mean:.4f} (mean since the last evaluation)"
         self._recent_losses.clear()
         with tqdm.external_write_mode():
-            self._say(
-                f"step {step:>5}/{self._prepared.job.steps}: eval loss {values['loss']:.4f} (bigram "
-                f"{self._prepared.bigram_loss:.4f}), training loss since the last one {mean:.4f}"
-            )
+            self._say(line)
         self._check_compilations(step)
 
     def _check_compilations(self, step: int) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from train.checkpoints import CheckpointError, check_run_dir
+from train.checkpoints import CheckpointError, check_run_dir, latest_step
 from train.compiling import enable_compile_cache
-from train.loop import DivergedError, run_training
+from train.loop import DivergedError, run_training, warm_up
 from train.overrides import load_config, override
 from train.prepare import Topology, prepare
 from train.report import report
@@ -54,12 +54,16 @@ def main(argv: Sequence[str]) -> int:
         if _COMPILE_CACHE.value:
             enable_compile_cache(Path(_COMPILE_CACHE.value).absolute())
         prepared = prepare(config, Topology.current())
+        if init is not None:
+            latest_step(init)
         check_run_dir(run_dir, prepared.identity, resume=_RESUME.value)
     except ValueError as error:
         return _fail(error, EXIT_BAD_INPUT)
     print(f"run directory: {run_dir}; inputs ready after {time.monotonic() - start:.1f} s")
+    print(f"bigram model: eval loss {prepared.bigram_loss:.4f}, in nats a response token, as all losses here")
+    programs = warm_up(prepared)
     try:
-        outcome = run_training(prepared, run_dir, init=init, say=tqdm.write)
+        outcome = run_training(prepared, programs, run_dir, init=init, say=tqdm.write)
     except CheckpointError as error:
         return _fail(error, EXIT_BAD_INPUT)
     except DivergedError as error:

@@ -88,9 +88,6 @@ def _summary(prepared: Prepared, outcome: Outcome, comparison: Comparison, event
             "policies": comparison.figures(),
         },
         "compilations_after_warmup": outcome.late_programs,
-        "warmup_programs": outcome.warmup_programs,
-        "warmup_cache_hits": outcome.warmup_cache_hits,
-        "warmup_seconds": outcome.warmup_seconds,
         "training_seconds": outcome.training_seconds,
     }
 

@@ -1,0 +1,207 @@
+"""The input pipeline: nothing lost, equal step counts by construction, exact restores."""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bcl_grain.costs import TransformerCost
+from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout
+from train.config import BalanceConfig
+from train.data import (
+    JobSize,
+    LayOut,
+    Pack,
+    arrivals,
+    cap_records,
+    data_checksum,
+    eval_chunks,
+    job_size,
+    train_dataset,
+)
+from train.tokenizers import Record
+
+LAYOUT = RowPackedLayout(length=32, rows_per_chunk=2, heights=(1,))
+
+
+def record(i: int, size: int) -> Record:
+    """A record whose every token is its number, from 1 on: padding is 0."""
+    mask = np.ones(size, np.float32)
+    mask[0] = 0
+    return {"tokens": np.full(size, i + 1, np.int32), "loss_mask": mask}
+
+
+def records(n: int = 50) -> list[Record]:
+    sizes = np.clip(np.random.default_rng(1).lognormal(2, 0.8, n), 2, 32).astype(int)
+    return [record(i, int(size)) for i, size in enumerate(sizes)]
+
+
+def dataset(job: JobSize, policy: str = "windowed", *, ranks: int = 2, prefetch: int = 0, **shard: int) -> Any:
+    return train_dataset(
+        records(),
+        job,
+        balance=BalanceConfig(pack_size=4, lookahead=3, policy=policy),  # type: ignore[arg-type]
+        lay_out=LayOut(LAYOUT, TransformerCost(1.0, 0.01)),
+        seed=5,
+        shard=shard.get("shard", 0),
+        num_shards=shard.get("num_shards", 1),
+        ranks_per_shard=ranks,
+        prefetch_packs=prefetch,
+    )
+
+
+def record_numbers(chunks: Iterable[Any]) -> collections.Counter[int]:
+    """Which records the chunks hold, and how often, told by their segments alone."""
+    found: collections.Counter[int] = collections.Counter()
+    for chunk in chunks:
+        for tokens, segments in zip(chunk["tokens"], chunk["tokens_segment_ids"], strict=True):
+            for segment in range(1, int(segments.max()) + 1):
+                values = set(tokens[segments == segment].tolist())
+                assert len(values) == 1, "a segment holds one record"
+                found[values.pop() - 1] += 1
+    return found
+
+
+def held(packs: Sequence[Pack]) -> collections.Counter[int]:
+    return record_numbers(chunk for pack in packs for chunk in pack.chunks)
+
+
+@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 5), st.integers(1, 30))
+@settings(deadline=None, max_examples=60)
+def test_a_job_reads_whole_steps_from_as_few_epochs_as_hold_them(
+    n: int, pack_size: int, ranks: int, steps: int
+) -> None:
+    batch = pack_size * ranks
+    if n < batch:
+        with pytest.raises(ValueError, match=f"corpus has {n} records, but one step takes {batch}"):
+            job_size(n, pack_size=pack_size, ranks=ranks, steps=steps, epochs=1)
+        return
+    job = job_size(n, pack_size=pack_size, ranks=ranks, steps=steps, epochs=1)
+    assert job.steps == steps
+    assert (job.epochs - 1) * n < steps * batch <= job.epochs * n
+    assert job.num_unused == job.epochs * n - steps * batch
+    by_epochs = job_size(n, pack_size=pack_size, ranks=ranks, steps=None, epochs=3)
+    assert (by_epochs.steps, by_epochs.epochs) == (3 * n // batch, 3)
+    assert 0 <= by_epochs.num_unused < batch
+
+
+@pytest.mark.parametrize("num_shards", [2, 4, 8])
+def test_shards_together_read_the_same_records_in_every_step(num_shards: int) -> None:
+    numbers = list(range(50))
+    job = job_size(50, pack_size=2, ranks=8, steps=11, epochs=1)
+    whole = list(arrivals(numbers, job, seed=0, shard=0, num_shards=1))
+    shards = [list(arrivals(numbers, job, seed=0, shard=i, num_shards=num_shards)) for i in range(num_shards)]
+    assert {len(shard) for shard in shards} == {11 * job.global_batch // num_shards}
+    for step in range(11):
+        part = slice(step * job.global_batch // num_shards, (step + 1) * job.global_batch // num_shards)
+        together = sorted(n for shard in shards for n in shard[part])
+        assert together == sorted(whole[step * job.global_batch : (step + 1) * job.global_batch])
+
+
+def test_every_epoch_is_a_new_shuffle_of_everything() -> None:
+    job = job_size(50, pack_size=5, ranks=1, steps=20, epochs=1)
+    stream = list(arrivals(list(range(50)), job, seed=0, shard=0, num_shards=1))
+    first, second = stream[:50], stream[50:]
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first != sorted(first)
+
+
+@pytest.mark.parametrize("policy", ["arrival", "windowed"])
+def test_a_job_consumes_its_arrivals_exactly_once_in_the_steps_agreed(policy: str) -> None:
+    job = job_size(50, pack_size=4, ranks=2, steps=17, epochs=1)  # 136 records: two epochs and a part, a short window
+    packs = list(dataset(job, policy))
+    assert len(packs) == 17 * 2
+    assert {pack.records for pack in packs} == {4}
+    arrived = collections.Counter(
+        int(r["tokens"][0]) - 1 for r in arrivals(records(), job, seed=5, shard=0, num_shards=1)
+    )
+    assert held(packs) == arrived
+
+
+def test_a_pack_counts_what_it_holds() -> None:
+    job = job_size(50, pack_size=4, ranks=2, steps=6, epochs=1)
+    for pack in dataset(job):
+        sizes = [len(records()[i]["tokens"]) for i in held([pack]).elements()]
+        assert pack.tokens == sum(sizes)
+        assert pack.cost == pytest.approx(sum(n + 0.01 * n * n for n in sizes))
+        assert pack.executed_tokens == sum(chunk["tokens"].size for chunk in pack.chunks)
+        assert pack.executed_cost == pytest.approx(pack.executed_tokens / 32 * (32 + 0.01 * 32 * 32))
+
+
+def test_prefetch_changes_neither_packs_nor_state_and_restores_exactly() -> None:
+    job = job_size(50, pack_size=4, ranks=2, steps=9, epochs=1)
+    plain, ahead = iter(dataset(job)), iter(dataset(job, prefetch=5))
+    states: list[str] = []
+    packs: list[Pack] = []
+    for _ in range(18):
+        assert json.dumps(ahead.get_state()) == json.dumps(plain.get_state())
+        states.append(json.dumps(ahead.get_state()))
+        expected, pack = next(plain), next(ahead)
+        assert held([pack]) == held([expected])
+        packs.append(pack)
+    ahead.close()
+    for taken in (0, 1, 7, 12, 17):
+        restored = iter(dataset(job, prefetch=5))
+        restored.set_state(json.loads(states[taken]))
+        for pack in packs[taken:]:
+            np.testing.assert_equal(next(restored), pack)
+        with pytest.raises(StopIteration):
+            next(restored)
+        restored.close()
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUT, BucketedLayout(lengths=(8, 32), tokens_per_chunk=64), PaddedLayout(pack_size=7, length=32)]
+)
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_evaluation_holds_every_record_exactly_once(layout: Layout, num_shards: int) -> None:
+    chunks = [
+        chunk
+        for shard in range(num_shards)
+        for chunk in eval_chunks(records(), layout=layout, pack_size=7, shard=shard, num_shards=num_shards)
+    ]
+    assert record_numbers(chunks) == collections.Counter(range(50))
+
+
+def test_the_cap_is_counted() -> None:
+    prompt_only = {"tokens": np.arange(9, dtype=np.int32), "loss_mask": np.array([0] * 6 + [1] * 3, np.float32)}
+    given_records = [record(0, 3), record(1, 8), prompt_only]
+    truncated = cap_records(given_records, max_tokens=5, on_oversize="truncate")
+    assert [len(r["tokens"]) for r in truncated.records] == [3, 5]
+    assert (truncated.num_oversize, truncated.tokens_removed, truncated.num_unlearnable) == (2, 3 + 4, 1)
+    dropped = cap_records(given_records, max_tokens=5, on_oversize="drop")
+    assert [len(r["tokens"]) for r in dropped.records] == [3]
+    assert (dropped.num_oversize, dropped.tokens_removed, dropped.num_unlearnable) == (2, 8 + 9, 0)
+    with pytest.raises(ValueError, match="record 1 has size 8, above max_size 5"):
+        cap_records(given_records, max_tokens=5, on_oversize="error")
+    with pytest.raises(ValueError, match="no record of 3 is left after the cap of 2 tokens"):
+        cap_records(given_records, max_tokens=2, on_oversize="drop")
+
+
+def test_the_checksum_tells_corpora_apart() -> None:
+    same = data_checksum(records())
+    other_mask = records()
+    other_mask[3]["loss_mask"] = other_mask[3]["loss_mask"].copy()
+    other_mask[3]["loss_mask"][-1] = 0
+    # The same tokens in all, cut otherwise.
+    joined = [
+        {name: np.concatenate([r[name] for r in records()[:2]]) for name in ("tokens", "loss_mask")},
+        *records()[2:],
+    ]
+    checksums = [data_checksum(r) for r in (records(), other_mask, records()[::-1], records()[:-1], joined)]
+    assert checksums[0] == same
+    assert len(set(checksums)) == len(checksums)
+
+
+def test_the_pipeline_passes_grains_own_checkpoint_check() -> None:
+    job = job_size(50, pack_size=4, ranks=2, steps=5, epochs=1)
+    grain.experimental.assert_equal_output_after_checkpoint(dataset(job))

@@ -1,0 +1,316 @@
+"""The training loop: its order, its records, its checkpoints, and what stops it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train.loop
+import train.step
+from bcl_grain.layouts import RowPackedLayout
+from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
+from train.checkpoints import CheckpointError, Checkpoints, check_run_dir, claim_run_dir, compare, load_params
+from train.config import RuntimeConfig
+from train.data import train_dataset
+from train.loop import DivergedError, Outcome, run_training, warm_up
+from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
+from train.prepare import Prepared, Topology, prepare
+from train.programs import Programs
+from train.stopping import StopRequest
+
+TIMES = {"step_seconds", "data_seconds", "eval_seconds"}
+
+
+def quiet(line: str) -> None:
+    del line
+
+
+def figures(run_dir: Path) -> list[Event]:
+    """A run's events without what a clock says."""
+    return [{name: value for name, value in event.items() if name not in TIMES} for event in read_events(run_dir)]
+
+
+def loss_tokens(prepared: Prepared) -> float:
+    return float(sum(record["loss_mask"][1:].sum() for record in prepared.evaluation))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return tiny_run(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def programs(prepared: Prepared) -> Programs:
+    return warm_up(prepared, quiet)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    prepared: Prepared, programs: Programs, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Outcome]:
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    return run_dir, run_training(prepared, programs, run_dir, say=quiet)
+
+
+def test_a_run_makes_every_step_and_evaluates_at_start_intervals_and_end(
+    undisturbed: tuple[Path, Outcome], prepared: Prepared, programs: Programs
+) -> None:
+    run_dir, outcome = undisturbed
+    assert (outcome.step, outcome.stopped_by, outcome.late_programs) == (STEPS, None, 0)
+    events = read_events(run_dir)
+    train = [event for event in events if event["kind"] == "train"]
+    evals = [event for event in events if event["kind"] == "eval"]
+    assert [event["step"] for event in train] == list(range(1, STEPS + 1))
+    assert [event["step"] for event in evals] == [0, 5, 10, 15, 18]
+    assert {event["records"] for event in train} == {6}
+    assert {event["tokens"] for event in evals} == {loss_tokens(prepared)}
+    assert evals[-1]["loss"] < evals[0]["loss"]
+
+
+def test_the_eval_loss_does_not_depend_on_how_records_are_laid_out(
+    prepared: Prepared, undisturbed: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    layout = RowPackedLayout(length=64, rows_per_chunk=3)
+    other = dataclasses.replace(
+        prepared,
+        lay_out=dataclasses.replace(prepared.lay_out, layout=layout),
+        job=dataclasses.replace(prepared.job, steps=1),
+    )
+    run_training(other, warm_up(other, quiet), tmp_path, say=quiet)
+    first, expected = read_events(tmp_path)[0], read_events(undisturbed[0])[0]
+    assert (first["kind"], first["tokens"]) == ("eval", expected["tokens"])
+    assert first["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("steps_before", [1, 4, 7, 17])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    steps_before: int,
+    prepared: Prepared,
+    programs: Programs,
+    undisturbed: tuple[Path, Outcome],
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
+    stop = StopRequest()
+    original = train.step.train_step
+    calls: list[None] = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == steps_before:
+            stop.signal_name = "SIGTERM"
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.loop, "train_step", counted)
+        outcome = run_training(prepared, programs, tmp_path, say=quiet, stop=stop)
+    assert (outcome.step, outcome.stopped_by) == (steps_before, "SIGTERM")
+    outcome = run_training(prepared, programs, tmp_path, say=quiet)
+    assert (outcome.step, outcome.stopped_by, outcome.late_programs) == (STEPS, None, 0)
+    assert figures(tmp_path) == figures(undisturbed[0])
+
+
+def test_a_resumed_run_may_have_another_prefetch_depth_and_intervals(
+    prepared: Prepared, programs: Programs, undisturbed: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    short = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, steps=8))
+    run_training(short, programs, tmp_path / "short", say=quiet)
+    with pytest.raises(ValueError, match="num_packs=8 became num_packs=18"):  # the job's size is no such setting
+        run_training(prepared, programs, tmp_path / "short", say=quiet)
+    stop = StopRequest()
+    stop.signal_name = "SIGINT"
+    assert run_training(prepared, programs, tmp_path / "run", say=quiet, stop=stop).step == 1
+    runtime = RuntimeConfig(prefetch_packs=0, eval_every=6, checkpoint_every=100)
+    config = dataclasses.replace(prepared.config, runtime=runtime)
+    assert config.identity() == prepared.config.identity()
+    run_training(dataclasses.replace(prepared, config=config), programs, tmp_path / "run", say=quiet)
+    train = [event for event in figures(tmp_path / "run") if event["kind"] == "train"]
+    assert train == [event for event in figures(undisturbed[0]) if event["kind"] == "train"]
+
+
+def test_signals_are_remembered_once_and_then_have_their_usual_effect() -> None:
+    stop = StopRequest()
+    before = signal.getsignal(signal.SIGINT)
+    with stop.listening():
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal_name == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_metrics_of_a_step_are_read_after_the_next_is_dispatched(
+    prepared: Prepared, programs: Programs, tmp_path: Path, monkeypatch: Any
+) -> None:
+    order: list[str] = []
+    dispatch, write = train.step.train_step, MetricsLog.write
+
+    def noting_dispatch(*args: Any) -> Any:
+        order.append("dispatch")
+        return dispatch(*args)
+
+    def noting_write(self: MetricsLog, kind: str, step: int, values: Any) -> None:
+        order.append(f"{kind} {step}")
+        write(self, kind, step, values)
+
+    monkeypatch.setattr(train.loop, "train_step", noting_dispatch)
+    monkeypatch.setattr(MetricsLog, "write", noting_write)
+    runtime = dataclasses.replace(prepared.config.runtime, eval_every=3, checkpoint_every=100)
+    config = dataclasses.replace(prepared.config, runtime=runtime)
+    run = dataclasses.replace(prepared, config=config, job=dataclasses.replace(prepared.job, steps=4))
+    run_training(run, programs, tmp_path, say=quiet)
+    assert order == [
+        *("eval 0", "dispatch", "dispatch", "train 1", "dispatch", "train 2", "train 3", "eval 3"),
+        *("dispatch", "train 4", "eval 4"),
+    ]
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_step(
+    prepared: Prepared, programs: Programs, tmp_path: Path
+) -> None:
+    poisoned = dict(prepared.train[0])
+    poisoned["loss_mask"] = np.where(poisoned["loss_mask"] > 0, np.nan, 0).astype(np.float32)
+    run = dataclasses.replace(prepared, train=[poisoned, *prepared.train[1:]])
+    packs = train_dataset(
+        run.train,
+        run.job,
+        balance=run.config.balance,
+        lay_out=run.lay_out,
+        seed=run.config.seed,
+        shard=0,
+        num_shards=1,
+        ranks_per_shard=1,
+        prefetch_packs=0,
+    )
+    bad = 1 + next(
+        i for i, pack in enumerate(packs) if any(np.isnan(chunk["loss_mask"]).any() for chunk in pack.chunks)
+    )
+    assert bad > 1
+    with pytest.raises(DivergedError, match=f"the loss of step {bad} is nan: lower optimizer.learning_rate"):
+        run_training(run, programs, tmp_path, say=quiet)
+    checkpoints = Checkpoints(tmp_path, fingerprint="", keep=1)
+    assert (checkpoints.latest_step or 0) < bad
+    checkpoints.close()
+    assert [event["step"] for event in read_events(tmp_path) if event["kind"] == "train"] == list(range(1, bad))
+
+
+def test_a_compilation_after_warm_up_is_counted_and_warned_of(
+    prepared: Prepared, programs: Programs, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = train.step.train_step
+    calls: list[None] = []
+
+    def compiling(*args: Any) -> Any:
+        jax.jit(lambda x: x * 1.25 + len(calls))(jnp.ones(3))
+        calls.append(None)
+        return original(*args)
+
+    monkeypatch.setattr(train.loop, "train_step", compiling)
+    run = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, steps=2))
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        outcome = run_training(run, programs, tmp_path, say=quiet)
+    assert outcome.late_programs >= 2
+    assert "programs were compiled after warm-up, by step 1" in caplog.text
+
+
+def test_a_new_run_starts_from_another_ones_parameters(
+    prepared: Prepared, programs: Programs, undisturbed: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    run = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, steps=1))
+    run_training(run, programs, tmp_path / "new", init=undisturbed[0], say=quiet)
+    assert read_events(tmp_path / "new")[0]["loss"] == read_events(undisturbed[0])[-1]["loss"]
+    with pytest.raises(CheckpointError, match=r"there is no run with checkpoints in .*nowhere"):
+        run_training(run, programs, tmp_path / "other", init=tmp_path / "nowhere", say=quiet)
+    wider = jax.tree.map(lambda x: x.update(shape=(*x.shape, 2)), programs.abstract_state.params)
+    with pytest.raises(CheckpointError, match=r"the model in .* has other dimensions"):
+        load_params(undisturbed[0], wider)
+    assert not (tmp_path / "other").exists()  # so that the next try finds it new
+
+
+def test_a_checkpoint_that_was_copied_from_another_run_is_refused(
+    prepared: Prepared, programs: Programs, undisturbed: tuple[Path, Outcome]
+) -> None:
+    other = dataclasses.replace(prepared, identity={**prepared.identity, "processes": 2})
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint 18 belongs to another run: its fingerprint is .*, this run's"
+    ):
+        run_training(other, programs, undisturbed[0], say=quiet)
+
+
+def test_a_directory_is_new_or_belongs_to_the_run(tmp_path: Path) -> None:
+    identity = {"config": {"seed": 1, "layout": {"heights": (1, 2)}}}
+    run_dir = tmp_path / "run"
+    check_run_dir(run_dir, identity, resume=False)
+    with pytest.raises(ValueError, match="no run to resume"):
+        check_run_dir(run_dir, identity, resume=True)
+    claim_run_dir(run_dir, identity)
+    check_run_dir(run_dir, identity, resume=True)
+    with pytest.raises(ValueError, match="is not empty: pass --resume"):
+        check_run_dir(run_dir, identity, resume=False)
+    with pytest.raises(ValueError, match=r"belongs to another run: config.seed was 1, now 2\. Resume with"):
+        check_run_dir(run_dir, {"config": {**identity["config"], "seed": 2}}, resume=True)
+    (run_dir / "run.json").write_text("{")
+    with pytest.raises(ValueError, match="no run to resume"):
+        check_run_dir(run_dir, identity, resume=True)
+
+
+def test_differences_are_found_at_any_depth() -> None:
+    assert compare({"a": [1, 2], "b": {"c": None}}, {"a": [1, 3], "b": {"c": 0}}) == [
+        ("a", "[1, 2]", "[1, 3]"),
+        ("b.c", "null", "0"),
+    ]
+    assert compare({"a": 1}, {}) == [("a", "1", "absent")]
+
+
+def test_the_metrics_file_survives_a_kill_and_a_resume(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    for step in range(1, 5):
+        log.write("train", step, {"loss": 1 / step})
+    log.close()
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"kind": "train", "ste')
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2, 3, 4]
+    log = MetricsLog(tmp_path, first_step=2)
+    log.write("train", 3, {"loss": float("nan")})
+    log.close()
+    assert [(event["step"], event["loss"]) for event in read_events(tmp_path)] == [(1, 1.0), (2, 0.5), (3, None)]
+    (tmp_path / METRICS_FILE).write_text('{"kind": "train", "step": 1}\n{}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*metrics.jsonl is not a metrics event: '\{\}"):
+        read_events(tmp_path)
+
+
+def test_a_corpus_smaller_than_a_step_is_an_error(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "few.jsonl", num_pairs=12)
+    topology = Topology(process_index=0, process_count=2, local_devices=4)
+    with pytest.raises(
+        ValueError, match=r"the corpus has \d+ records, but one step takes 48 \(8 ranks of pack_size 6\)"
+    ):
+        prepare(tiny_config(corpus), topology, say=quiet)
+
+
+def test_the_identity_depends_on_the_data(tmp_path: Path, prepared: Prepared) -> None:
+    again = tiny_run(tmp_path)
+    again.identity["config"]["corpus"]["path"] = prepared.identity["config"]["corpus"]["path"]
+    assert again.identity == prepared.identity
+    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
+    record = json.loads(lines[7])
+    lines[7] = json.dumps({**record, "response": record["response"] + "c"})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    changed = prepare(again.config, again.topology, say=quiet)
+    assert {name.split(".")[0] for name, _, _ in compare(again.identity, changed.identity)} - {"config"} == {"data"}
+
+
+def test_a_constant_denominator_is_the_expected_number_of_tokens(prepared: Prepared) -> None:
+    assert prepared.expected_tokens is None
+    config = dataclasses.replace(prepared.config, constant_denominator=True)
+    per_record = loss_tokens(dataclasses.replace(prepared, evaluation=prepared.train)) / len(prepared.train)
+    assert dataclasses.replace(prepared, config=config).expected_tokens == pytest.approx(6 * per_record)

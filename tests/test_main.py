@@ -1,0 +1,296 @@
+"""The command line: files, exit codes, bad input, and a real kill."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import train.loop
+import train.step
+from tests.tiny_run import STEPS, tiny_config, write_config, write_corpus
+from train import main as command
+from train.loop import warm_up
+from train.metrics_log import METRICS_FILE, read_events
+from train.overrides import load_config, override
+from train.prepare import Prepared
+from train.programs import Programs
+
+ROOT = Path(__file__).parents[1]
+KILLED_STEPS = 60
+_COMPILED: list[Programs] = []
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags() -> Iterator[None]:
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs in this process have one model and one layout: the first one's programs serve the others too."""
+
+    def once(prepared: Prepared) -> Programs:
+        if not _COMPILED:
+            _COMPILED.append(warm_up(prepared))
+        return _COMPILED[0]
+
+    monkeypatch.setattr(command, "warm_up", once)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "tiny.py", write_corpus(tmp_path / "pairs.jsonl"))
+
+
+def run(config: Path, *, assignments: tuple[str, ...] = (), **given: Any) -> int:
+    """Runs the command in this process, without the compile cache, which is a setting of the whole process."""
+    with flagsaver.flagsaver(config=str(config), set=list(assignments), compile_cache="", **given):
+        return command.main(["train.main"])
+
+
+def start(config: Path, *arguments: str, cache: Path) -> subprocess.Popen[str]:
+    """Runs the command in a process of its own, on two devices."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "train.main", f"--config={config}", f"--compile_cache={cache}", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    """Returns once the run has told of `step`."""
+    path = run_dir / METRICS_FILE
+    while process.poll() is None and f'"kind": "train", "step": {step},' not in (
+        path.read_text() if path.exists() else ""
+    ):
+        time.sleep(0.002)
+    assert process.poll() is None, process.communicate()[0]
+
+
+def losses(run_dir: Path) -> list[tuple[str, int, float]]:
+    return [(event["kind"], event["step"], event["loss"]) for event in read_events(run_dir)]
+
+
+def test_a_killed_run_resumes_bit_for_bit(config: Path, tmp_path: Path) -> None:
+    options = (f"--steps={KILLED_STEPS}", "--set=runtime.checkpoint_every=7", "--set=runtime.eval_every=20")
+    undisturbed, disturbed, cache = tmp_path / "undisturbed", tmp_path / "disturbed", tmp_path / "cache"
+    process = start(config, *options, f"--run_dir={undisturbed}", cache=cache)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "compilations after warm-up: 0" in output
+
+    step = random.SystemRandom().randint(1, KILLED_STEPS * 2 // 3)
+    process = start(config, *options, f"--run_dir={disturbed}", cache=cache)
+    wait_for_step(process, disturbed, step)
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert len(losses(disturbed)) < len(losses(undisturbed))
+
+    process = start(config, *options, f"--run_dir={disturbed}", "--resume", cache=cache)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert losses(disturbed) == losses(undisturbed), f"killed at step {step}"
+
+
+def test_a_run_prints_its_result_and_leaves_its_files(config: Path, tmp_path: Path, capsys: Any) -> None:
+    run_dir = tmp_path / "run"
+    assert run(config, run_dir=str(run_dir)) == 0
+    output = capsys.readouterr().out
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["compilations_after_warmup"] == 0
+    assert f"bigram model: eval loss {summary['bigram_eval_loss']:.4f}" in output
+    verdict = "beats" if summary["last_eval_loss"] < summary["bigram_eval_loss"] else "does NOT beat"
+    assert f"the model {verdict} it" in output
+    arms = summary["comparison"]["policies"]
+    assert set(arms) == {"arrival", "windowed"}
+    assert arms["windowed"]["cost_cv"] < arms["arrival"]["cost_cv"]
+    for arm in arms.values():
+        assert arm["total_waste"] > arm["sync_waste"]
+        assert f"{arm['cost_cv']:>13.4f}{arm['sync_waste']:>13.4f}{arm['total_waste']:>13.4f}" in output
+    assert (run_dir / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    assert (run_dir / "checkpoints" / str(STEPS) / "data" / "process_0-of-1.json").exists()
+
+    # A second run does not touch it, and a resumed one that is over already changes nothing.
+    before = (run_dir / METRICS_FILE).read_text()
+    assert run(config, run_dir=str(run_dir)) == 2
+    assert "is not empty: pass --resume" in capsys.readouterr().err
+    assert run(config, run_dir=str(run_dir), resume=True) == 0
+    assert (run_dir / METRICS_FILE).read_text() == before
+    assert run(config, run_dir=str(run_dir), resume=True, steps=STEPS + 1) == 2
+    assert f"belongs to another run: config.steps was {STEPS}, now {STEPS + 1}; job.steps" in capsys.readouterr().err
+
+
+def test_a_terminated_run_says_how_to_go_on(config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    original, calls = train.step.train_step, itertools.count(1)
+
+    def terminated(*given: Any) -> Any:
+        if next(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*given)
+
+    monkeypatch.setattr(train.loop, "train_step", terminated)
+    assert run(config, run_dir=str(tmp_path / "run")) == 75
+    message = f"SIGTERM: stopped after step 3 of {STEPS}, checkpoint saved. Go on with the same command and --run_dir="
+    assert message + f"{tmp_path / 'run'} --resume" in capsys.readouterr().out
+    assert run(config, run_dir=str(tmp_path / "run"), resume=True) == 0
+    assert f"resumed at step 3 of {STEPS}" in capsys.readouterr().out
+
+
+def test_arrival_is_compared_with_windowed(config: Path, tmp_path: Path) -> None:
+    assert (
+        run(
+            config,
+            assignments=("balance.policy=arrival", "steps=2", "optimizer.warmup_steps=0"),
+            run_dir=str(tmp_path / "run"),
+        )
+        == 0
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert set(summary["comparison"]["policies"]) == {"arrival", "windowed"}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        (
+            "balance.polcy=arrival",
+            "'balance.polcy=arrival': BalanceConfig has no field 'polcy', only pack_size, lookahead",
+        ),
+        ("stepz=3", "TrainConfig has no field 'stepz', only corpus, balance"),
+        ("balance.policy=fastest", "'balance.policy=fastest': expected"),
+        ("steps=many", "'steps=many': expected int | None, got 'many'"),
+        ("steps=1.5", "'steps=1.5': expected int | None, got '1.5'"),
+        ("balance", "expected name=value, got 'balance'"),
+        ("balance=3", "'balance' is a group of fields: set one of them, balance.<field>=value"),
+        ("steps.x=3", "'steps' has no fields"),
+        ("balance.pack_size=0", "pack_size must be an integer of at least 1, got 0"),
+        ("balance.lookahead=0", "lookahead must be an integer of at least 1, got 0"),
+        ("balance.pack_size=1000", "one step takes 1000 (1 ranks of pack_size 1000): lower balance.pack_size"),
+        ("corpus.tokenizer=/nowhere/tokenizer.json", "can't read tokenizer '/nowhere/tokenizer.json'"),
+        ("corpus.path=/nowhere/pairs.jsonl", "can't read '/nowhere/pairs.jsonl'"),
+        ("corpus.max_tokens=65", "corpus.max_tokens 65 is longer than the layout's longest row 64"),
+        ("corpus.max_tokens=30", "above max_size 30: raise max_size, or pass on_oversize"),
+        ("corpus.on_oversize=split", "expected"),
+        ("corpus.eval_share=0", "eval_share must be between 0 and 1, got 0.0"),
+        ("model.vocab_size=100", "model.vocab_size 100 is below the tokenizer's 260"),
+        ("model.head_dim=3", "head_dim must be even"),
+        ("optimizer.learning_rate=-1", "must be positive, got -1.0"),
+        ("optimizer.warmup_steps=18", "warmup_steps must be at least 0 and below total_steps 18, got 18"),
+        ("runtime.eval_every=0", "eval_every must be an integer of at least 1, got 0"),
+        ("seed=-1", "seed must be an integer of at least 0, got -1"),
+    ],
+)
+def test_a_bad_setting_is_one_clear_line(
+    assignment: str, message: str, config: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert run(config, assignments=(assignment,), run_dir=str(tmp_path / "run")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"resume": True}, "--resume needs --run_dir"),
+        ({"resume": True, "init": "runs/x", "run_dir": "runs/y"}, "pass one"),
+        ({"resume": True, "run_dir": "runs/nowhere"}, "there is no run to resume in 'runs/nowhere'"),
+        ({"init": "runs/nowhere", "run_dir": "runs/y"}, "there is no run with checkpoints in 'runs/nowhere'"),
+    ],
+)
+def test_init_and_resume_cannot_be_confused(
+    given: dict[str, Any], message: str, config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(config, **given) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "y").exists()
+
+
+def test_unknown_flags_and_arguments_are_bad_input() -> None:
+    arguments = [sys.executable, "-m", "train.main", "--config=configs/default.py"]
+    result = subprocess.run([*arguments, "--stepz=3"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "error: Unknown command line flag 'stepz'. Did you mean: steps" in result.stderr
+    with flagsaver.flagsaver(config="configs/default.py"):
+        assert command.main(["train.main", "steps=3"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1", "must define get_config"),
+        ("def get_config(): return 3", "must return a TrainConfig, got int"),
+        (
+            "from train.config import *\ndef get_config(): return TrainConfig(stepz=3)",
+            "unexpected keyword argument 'stepz'",
+        ),
+        ("from train.config import *\ndef get_config(): return TrainConfig(steps='3')", "steps must be an integer"),
+        (
+            "from train.config import *\ndef get_config(): return TrainConfig(optimizer=OptimizerConfig(b1='0'))",
+            "optimizer: b1 must be float, got '0'",
+        ),
+    ],
+)
+def test_a_config_file_is_checked(source: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "c.py").write_text(source)
+    with pytest.raises(ValueError, match=message):
+        load_config(tmp_path / "c.py")
+    with pytest.raises(ValueError, match="there is no config file"):
+        load_config(tmp_path / "d.py")
+
+
+def test_overrides_take_the_types_of_fields(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "7")
+    changed = override(
+        config,
+        [
+            "layout.heights=[1, 3]",
+            "steps=None",
+            "optimizer.b1=1",
+            "corpus.path=7",
+            "constant_denominator=True",
+            "steps=4",
+        ],
+    )
+    assert changed.layout.shapes == ((1, 64), (2, 64), (3, 64))
+    assert (changed.steps, changed.optimizer.b1, changed.corpus.path, changed.constant_denominator) == (
+        4,
+        1.0,
+        "7",
+        True,
+    )
+    assert isinstance(changed.optimizer.b1, float)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_configs_are_valid(path: Path) -> None:
+    load_config(path)
+    header = path.read_text().split('"""')[1]
+    for word in ("Command:", "Hardware:", "Time:", "Result:"):
+        assert word in header
