@@ -20,9 +20,10 @@ from bcl_grain.layouts import BucketedLayout, Layout, RowPackedLayout, Shape
 from bcl_grain.memory import GIB, MemoryModel
 from bcl_grain.metrics import Arm
 from bcl_grain.options import LENGTH_MULTIPLE, round_up
-from bcl_grain.planner import Policy
+from bcl_grain.planner import PlannerConfig, Policy
 from bcl_grain.report import percent
 from bcl_grain.shapes import fit_shape
+from bcl_grain.snippet import make_snippet
 
 IntArray = npt.NDArray[np.int64]
 
@@ -163,8 +164,16 @@ def make_plan(
     policy = min((p for p in arms if p != "arrival"), key=lambda p: (round(arms[p].sync_waste, 3), p != "windowed"))
     reasons["policy"] = f"sync waste over {_STEPS} steps: {_list(arms, _sync)}"
     one_shape = _one_shape(values, size, seed, reasons)
-    plan = Plan(
-        streams=ranks // devices_per_host,
+    num_packs = steps[size] * devices_per_host
+    config = PlannerConfig(
+        pack_size=size,
+        packs_per_step=devices_per_host,
+        lookahead=lookahead,
+        policy=policy,
+        num_packs=num_packs,
+    )
+    return Plan(
+        streams=trial.streams,
         packs_per_step=devices_per_host,
         pack_size=size,
         lookahead=lookahead,
@@ -177,12 +186,17 @@ def make_plan(
         capacity_tokens=None if one_shape is None else one_shape[0] * one_shape[1],
         arrival=arms["arrival"],
         planned=arms[policy],
-        num_packs=steps[size] * devices_per_host,
+        num_packs=num_packs,
         reasons=reasons,
-        snippet="",
+        snippet=make_snippet(
+            config,
+            layout,
+            trial.cost,
+            source=source or f"read_lengths({lengths.name!r}).values",
+            streams=trial.streams,
+            cap=cap,
+        ),
     )
-    snippet = make_snippet(plan, layout, trial.cost, source or f"read_lengths({lengths.name!r}).values")
-    return dataclasses.replace(plan, snippet=snippet)
 
 
 def _choose_cap(
@@ -285,73 +299,3 @@ def _one_shape(values: IntArray, pack_size: int, seed: int, reasons: dict[str, s
         f"for a trainer that needs one shape; packs within 2 % of the mean fill {percent(share, 0)} of it"
     )
     return shape
-
-
-def make_snippet(plan: Plan, layout: Layout, cost: TransformerCost, source: str) -> str:
-    """Returns the Grain pipeline of a plan as a program that runs as it is, over stand-ins for the user's records.
-
-    Args:
-        plan: The plan.
-        layout: Its layout.
-        cost: Its cost model.
-        source: Python expression for the corpus's lengths.
-    """
-    return _SNIPPET.format(
-        source=source,
-        streams=plan.streams,
-        cap="" if plan.cap is None else _CAP.format(cap=plan.cap),
-        report="" if plan.cap is None else "\ncapped = bcl.CapReport()",
-        per_token=cost.per_token,
-        per_token_squared=cost.per_token_squared,
-        pack_size=plan.pack_size,
-        packs_per_step=plan.packs_per_step,
-        lookahead=plan.lookahead,
-        policy=plan.policy,
-        num_packs=plan.num_packs,
-        layout=_expression(layout),
-    )
-
-
-def _expression(layout: Layout) -> str:
-    """Returns the Python call that makes a layout, without the arguments that have their default."""
-    given = {
-        field.name: getattr(layout, field.name)
-        for field in dataclasses.fields(layout)
-        if getattr(layout, field.name) != field.default
-    }
-    return f"bcl.{type(layout).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
-
-_CAP = """
-    .pipe(bcl.cap_oversize, max_size={cap}, on_oversize="truncate", report=capped)"""
-
-_SNIPPET = """\
-import grain
-import numpy as np
-
-import bcl_grain as bcl
-from bcl_grain.inputs import read_lengths
-
-# Put your own records here: dicts of arrays of equal length. These only have the lengths of the corpus.
-lengths = {source}
-records = [{{"tokens": np.zeros(n, np.int32), "loss_mask": np.ones(n, np.float32)}} for n in lengths]
-host, num_hosts = 0, {streams}  # jax.process_index(), jax.process_count(){report}
-
-ds = (
-    grain.MapDataset.source(records)
-    .shuffle(seed=0)[host::num_hosts]
-    .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)){cap}
-    .pipe(
-        bcl.BatchCostLookaheadIterDataset,
-        pack_size={pack_size},
-        packs_per_step={packs_per_step},
-        lookahead={lookahead},
-        policy="{policy}",
-        num_packs={num_packs},  # alike on all hosts
-        cost_fn=bcl.TransformerCost(per_token={per_token:.6g}, per_token_squared={per_token_squared:.6g}),
-    )
-    .map({layout})
-)
-for chunks in ds:  # {packs_per_step} a step, one for each local device
-    pass
-"""

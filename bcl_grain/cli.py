@@ -18,6 +18,7 @@ from typing import get_args
 
 from bcl_grain import commands
 from bcl_grain.arms import policy_names
+from bcl_grain.boundary import PACK_SIZES
 from bcl_grain.draws import DrawKind
 from bcl_grain.memory import Attention
 from bcl_grain.models import KNOWN_MODELS
@@ -136,6 +137,9 @@ def _add_boundary(parser: argparse.ArgumentParser) -> None:
     _add_data(parser)
     _add_memory(parser)
     parser.add_argument("--lookahead", type=_positive, default=32, metavar="K", help="of the windowed policy, in steps")
+    parser.add_argument(
+        "--pack-sizes", default=",".join(map(str, PACK_SIZES)), metavar="P,...", help="pack sizes to judge"
+    )
     _add_output(parser)
     parser.set_defaults(command=commands.boundary)
 

@@ -20,7 +20,7 @@ from bcl_grain.job import Job
 from bcl_grain.length_profile import LengthProfile, profile_lengths, verdict
 from bcl_grain.memory import GIB, MemoryModel
 from bcl_grain.models import load_model
-from bcl_grain.options import parse_cap, parse_cost, parse_layout, parse_names, parse_steps
+from bcl_grain.options import parse_cap, parse_cost, parse_layout, parse_names, parse_sizes, parse_steps
 from bcl_grain.planner import Policy
 from bcl_grain.priors import Prior, corpus_prior, read_prior, write_prior
 from bcl_grain.progress import ProgressLine
@@ -210,6 +210,7 @@ def boundary(args: argparse.Namespace) -> None:
         memory,
         budget_gib=args.memory_gib,
         lookahead=args.lookahead,
+        pack_sizes=parse_sizes(args.pack_sizes, "--pack-sizes"),
         seed=args.seed,
         on_progress=lambda done, total: line.update("boundary", done, total),
     )

@@ -136,6 +136,24 @@ def parse_names(text: str, known: Collection[str], what: str) -> list[str]:
     return names
 
 
+def parse_sizes(text: str, option: str) -> list[int]:
+    """Returns the positive integers in a list with commas, ascending, each once.
+
+    Raises:
+        ValueError: If one is none, or there is none.
+
+    >>> parse_sizes("8,1,8", "--pack-sizes")
+    [1, 8]
+    """
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        sizes = []
+    if not sizes or sizes[0] < 1:
+        raise ValueError(f"{option} {text!r} is no list of positive integers: pass, for example, 8,16,32")
+    return sizes
+
+
 def parse_steps(text: str | None, steps: int) -> tuple[int, int]:
     """Returns the range of steps that --report names: `A:B` are steps A to B - 1, an end left out is the job's.
 
