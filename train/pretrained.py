@@ -23,7 +23,7 @@ from train.hf_config import to_hf_config
 from train.hf_weights import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, HfModel, open_hf_model, write_hf_model
 from train.model import ModelConfig, Params
 from train.parameter_names import leaves, tensor_shapes
-from train.safetensors_file import DTYPES, Layout, new_layout
+from train.safetensors_file import DTYPES, Layout, fill, new_layout
 
 Pretrained = HfModel | GgufModel
 """A model whose files were opened: `config` says which, `read(name)` gives a tensor by Hugging Face's name."""
@@ -76,7 +76,7 @@ def load_params(
     for leaf in leaves(pretrained.config):
         value = np.empty(leaf.shape, dtype)
         for name, part in leaf.cut(value).items():
-            part[...] = pretrained.read(name)
+            fill(part, pretrained.read(name))
         branch = params
         for key in leaf.path[:-1]:
             branch = branch.setdefault(key, {})

