@@ -22,6 +22,7 @@ import grain
 import numpy as np
 from absl import logging
 
+from bcl_grain.cost_prior import CostPrior
 from bcl_grain.costs import CostFn, checked_cost
 from bcl_grain.planner import (
     FILLER,
@@ -78,6 +79,9 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
         num_packs: Packs in all, alike on every rank; without it, ranks whose shards differ in length may differ in
             steps. What the stream has beyond is not read.
         seed: Key of the order, at least 0; the same on every host.
+        max_age: `streaming`: a record comes out at most so many cycles after it was read. Restoring a state reads at
+            most `max_age` cycles' records and one pool again.
+        prior: `streaming`: what is known of the mean cost; the same on every host. See `estimate_cost_prior`.
         pad_record: With `tail="pad"`: the weightless record. Each place gets a copy.
         telemetry: Filled while iterating, in the process that iterates.
 
@@ -98,6 +102,8 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
         tail: Tail = "drop",
         num_packs: int | None = None,
         seed: int = 0,
+        max_age: int = 16,
+        prior: CostPrior | None = None,
         pad_record: T | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
@@ -111,6 +117,8 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
             tail=tail,
             num_packs=num_packs,
             seed=seed,
+            max_age=max_age,
+            prior=prior,
         )
         if not callable(cost_fn):
             raise ValueError(f"cost_fn must be callable, got {cost_fn!r}")

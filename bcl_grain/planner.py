@@ -20,17 +20,19 @@ import dataclasses
 import operator
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain import streaming
+from bcl_grain.cost_prior import CostPrior
 from bcl_grain.partition import balanced_partition
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-Policy = Literal["arrival", "windowed"]
+Policy = Literal["arrival", "windowed", "streaming"]
 Order = Literal["shuffled", "aligned"]
 Tail = Literal["drop", "keep", "pad"]
 
@@ -47,7 +49,8 @@ class PlannerConfig:
         packs_per_step: Packs of this stream that one step consumes: the local devices it feeds.
         lookahead: Pool length in steps. The pool holds `pack_size * packs_per_step * lookahead` records.
         policy: `arrival` takes consecutive records (the baseline); `windowed` partitions one full pool after the
-            other into packs of balanced cost.
+            other into packs of balanced cost; `streaming` aims every pack at the long-run mean and carries half of
+            the pool from cycle to cycle (see `bcl_grain.streaming`).
         order: In which order a cycle's steps come. `shuffled`: independently on every stream. `aligned`: ranked by
             cost and placed by a permutation that is alike on all streams with the same seed, so that the dearest
             steps of all ranks meet. Arrival keeps the order of arrival.
@@ -56,6 +59,8 @@ class PlannerConfig:
         num_packs: Packs that the stream gives in all, a multiple of `packs_per_step`; the same on every rank, from
             the global record count. Default: as many as the stream fills.
         seed: Key of the order.
+        max_age: `streaming`: a record comes out at most so many cycles after it was read.
+        prior: `streaming`: what is known of the mean cost beforehand, alike on all streams.
 
     Raises:
         ValueError: If a value is out of range; the message shows it.
@@ -69,9 +74,12 @@ class PlannerConfig:
     tail: Tail = "drop"
     num_packs: int | None = None
     seed: int = 0
+    max_age: int = 16
+    prior: CostPrior | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("pack_size", 1), ("packs_per_step", 1), ("lookahead", 1), ("seed", 0)):
+        least_values = (("pack_size", 1), ("packs_per_step", 1), ("lookahead", 1), ("seed", 0), ("max_age", 1))
+        for name, least in least_values:
             object.__setattr__(self, name, _integer(name, getattr(self, name), least))
         for name, allowed in (("policy", Policy), ("order", Order), ("tail", Tail)):
             if getattr(self, name) not in get_args(allowed):
@@ -97,10 +105,11 @@ class PlannerConfig:
     def describe(self) -> str:
         """Returns every setting as one line, `name=value` apart by spaces: a checkpoint's fingerprint.
 
-        >>> PlannerConfig(pack_size=4, lookahead=2).describe()
-        'pack_size=4 packs_per_step=1 lookahead=2 policy=windowed order=shuffled tail=drop num_packs=None seed=0'
+        >>> PlannerConfig(pack_size=4, lookahead=2).describe()[:73]
+        'pack_size=4 packs_per_step=1 lookahead=2 policy=windowed order=shuffled t'
         """
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
+        values = ((f.name, str(getattr(self, f.name)).replace(" ", "")) for f in dataclasses.fields(self))
+        return " ".join(f"{name}={value}" for name, value in values)
 
 
 def _integer(name: str, value: object, least: int) -> int:
@@ -123,6 +132,9 @@ class PoolState:
         emitted: Packs emitted so far.
         live: [n] positions of records in the pool, ascending.
         costs: [n] their costs.
+        cost_sum: `streaming`: see `streaming.Memory`, as for the next two.
+        ceiling: Costs above it can't be balanced.
+        drift: About 1 where records come in random order.
     """
 
     cycle: int
@@ -130,13 +142,16 @@ class PoolState:
     emitted: int
     live: IntArray
     costs: FloatArray
+    cost_sum: float = 0.0
+    ceiling: float = 0.0
+    drift: float = 1.0
 
-    def scalars(self) -> dict[str, int]:
+    def scalars(self) -> dict[str, int | float]:
         """Returns all but the live records, JSON-safe: what a checkpoint keeps of this state."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("live", "costs")}
 
     @classmethod
-    def from_scalars(cls, scalars: Mapping[str, int]) -> PoolState:
+    def from_scalars(cls, scalars: Mapping[str, Any]) -> PoolState:
         """Returns the state that `scalars` were taken from, its pool still empty."""
         names = [f.name for f in dataclasses.fields(cls) if f.name not in ("live", "costs")]
         return cls(**{n: scalars[n] for n in names}, live=np.empty(0, np.int64), costs=np.empty(0, np.float64))
@@ -169,14 +184,22 @@ def finished(config: PlannerConfig, state: PoolState) -> bool:
 
 def records_wanted(config: PlannerConfig, state: PoolState) -> int:
     """Returns how many new records the next cycle takes, unless the stream ends before."""
-    size = _cycle_records(config)
+    size = _cycle_records(config) if state.read else _first_records(config)
     if config.num_packs is not None:
         size = min(size, config.num_packs * config.pack_size - state.read)
     return size
 
 
-def _cycle_records(config: PlannerConfig) -> int:
+def _first_records(config: PlannerConfig) -> int:
+    """Returns what the first cycle reads."""
     return config.step_records if config.policy == "arrival" else config.pool_records
+
+
+def _cycle_records(config: PlannerConfig) -> int:
+    """Returns what a later cycle reads; what `streaming` emits, so that the pool stays full."""
+    if config.policy == "streaming":
+        return config.step_records * ((config.lookahead + 1) // 2)
+    return _first_records(config)
 
 
 def cohort_start(config: PlannerConfig, position: int, *, following: bool = False) -> int:
@@ -190,24 +213,38 @@ def cohort_start(config: PlannerConfig, position: int, *, following: bool = Fals
     >>> cohort_start(PlannerConfig(pack_size=2, lookahead=2), 5)
     4
     """
-    size = _cycle_records(config)
-    return (position // size + following) * size
+    return _start_of_cohort(config, int(_cohorts(config, np.array([position]))[0]) + following)
+
+
+def _cohorts(config: PlannerConfig, positions: IntArray) -> IntArray:
+    """Returns the number of each arrival's cohort, which is that of the cycle that read it."""
+    first, later = _first_records(config), _cycle_records(config)
+    return np.maximum(0, (positions - first) // later + 1)
+
+
+def _start_of_cohort(config: PlannerConfig, cohort: int) -> int:
+    return 0 if cohort == 0 else _first_records(config) + (cohort - 1) * _cycle_records(config)
 
 
 def state_at(config: PlannerConfig, index: int) -> tuple[PoolState, int]:
     """Returns the state at the start of the cycle that gives pack `index`, and the pack's place in the cycle.
 
     Raises:
-        ValueError: If `index` is negative.
+        ValueError: If `index` is negative, or the policy is `streaming`: its packs depend on all records before.
 
     >>> state_at(PlannerConfig(pack_size=2, lookahead=4), 6)[1]
     2
     """
     index = _integer("the index of a pack", index, 0)
+    if config.policy == "streaming":
+        raise ValueError(
+            f"can't go to pack {index}: with policy='streaming' packs depend on all records before; restore a saved "
+            "state instead, or use policy='windowed'"
+        )
     records = _cycle_records(config)
     cycle, next_pack = divmod(index, records // config.pack_size)
-    scalars = {"cycle": cycle, "read": cycle * records, "emitted": index - next_pack}
-    return PoolState.from_scalars(scalars), next_pack
+    empty = initial_state(config)
+    return dataclasses.replace(empty, cycle=cycle, read=cycle * records, emitted=index - next_pack), next_pack
 
 
 def plan_cycle(config: PlannerConfig, state: PoolState, new_costs: npt.ArrayLike, *, final: bool) -> Cycle:
@@ -241,20 +278,63 @@ def plan_cycle(config: PlannerConfig, state: PoolState, new_costs: npt.ArrayLike
     costs = np.concatenate([state.costs, new])
     left_over = positions.size % config.step_records
     whole = positions.size - left_over
-    steps = _ordered(config, state.cycle, _STEPS[config.policy](config, costs[:whole]), costs)
+    if config.policy == "streaming" and new.size:
+        state = _learned(config, state, costs, new.size)
+    carried = np.empty(0, np.int64)
+    if config.policy == "streaming" and not final and _carries(config, whole, state.read + new.size):
+        steps, carried, state = _streaming_steps(config, state, positions, costs, read=state.read + new.size)
+    else:
+        steps = _STEPS[config.policy](config, costs[:whole])
+    steps = _ordered(config, state.cycle, steps, costs)
     packs = [pack for step in steps for pack in positions[step].tolist()]
     dropped = 0
     if final:
         tail, dropped = _tail_packs(config, positions[whole:], costs[whole:], state.emitted + len(packs))
         packs += tail
-    state = PoolState(
+    state = dataclasses.replace(
+        state,
         cycle=state.cycle + 1,
         read=state.read + new.size,
         emitted=state.emitted + len(packs),
-        live=np.empty(0, np.int64),
-        costs=np.empty(0, np.float64),
+        live=positions[carried],
+        costs=costs[carried],
     )
     return Cycle(packs, state, dropped)
+
+
+def _learned(config: PlannerConfig, state: PoolState, costs: FloatArray, num_new: int) -> PoolState:
+    memory = streaming.Memory(state.cost_sum, state.ceiling, state.drift)
+    read = state.read + num_new
+    memory = streaming.learn(memory, costs, read=read, num_new=num_new, pack_size=config.pack_size, prior=config.prior)
+    return dataclasses.replace(state, **memory._asdict())
+
+
+def _carries(config: PlannerConfig, pool_records: int, read: int) -> bool:
+    """Whether this cycle leaves a part of the pool to later ones: the pool is full, and more is to come."""
+    more = config.num_packs is None or read < config.num_packs * config.pack_size
+    return more and pool_records == config.pool_records > _cycle_records(config)
+
+
+def _streaming_steps(
+    config: PlannerConfig, state: PoolState, positions: IntArray, costs: FloatArray, *, read: int
+) -> tuple[IntArray, IntArray, PoolState]:
+    """Returns the cycle's steps and what is carried, as pool positions, and the state with what was learned."""
+    remaining = None
+    if config.num_packs is not None:
+        remaining = config.num_packs * config.pack_size - read + positions.size
+    plan, memory = streaming.plan(
+        streaming.Memory(state.cost_sum, state.ceiling, state.drift),
+        costs,
+        state.cycle - _cohorts(config, positions),
+        read=read,
+        remaining=remaining,
+        num_packs=_cycle_records(config) // config.pack_size,
+        pack_size=config.pack_size,
+        max_age=config.max_age,
+        cycle=state.cycle,
+        prior=config.prior,
+    )
+    return _grouped(config, costs, plan.packs), plan.carried, dataclasses.replace(state, **memory._asdict())
 
 
 def _arrival_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:
@@ -262,9 +342,13 @@ def _arrival_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:
 
 
 def _windowed_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:
-    """Partitions the pool; packs next to each other in cost share a step, so a host's devices wait least."""
+    """Partitions the whole pool."""
     packs = np.array(balanced_partition(costs, max(1, costs.size // config.pack_size)), np.int64)
-    packs = packs.reshape(-1, config.pack_size)
+    return _grouped(config, costs, packs.reshape(-1, config.pack_size))
+
+
+def _grouped(config: PlannerConfig, costs: FloatArray, packs: IntArray) -> IntArray:
+    """Groups packs into steps: neighbours in cost, so that a host's devices wait for each other least."""
     if config.packs_per_step > 1:
         packs = packs[np.argsort(-_sums(costs, packs), kind="stable")]
     return packs.reshape(-1, config.packs_per_step, config.pack_size)
@@ -273,6 +357,7 @@ def _windowed_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:
 _STEPS: dict[str, Callable[[PlannerConfig, FloatArray], IntArray]] = {
     "arrival": _arrival_steps,
     "windowed": _windowed_steps,
+    "streaming": _windowed_steps,  # the last pool, of which nothing is carried
 }
 """How a policy groups a pool of whole steps: costs -> pool positions [steps, packs_per_step, pack_size]."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bcl_grain.cost_prior import CostPrior
 from bcl_grain.planner import PlannerConfig
 
 
@@ -32,6 +33,11 @@ POLICIES: dict[str, PolicyCase] = {
     "arrival": PolicyCase({"policy": "arrival"}, balances=False),
     "windowed": PolicyCase({"policy": "windowed"}),
     "windowed-aligned": PolicyCase({"policy": "windowed", "order": "aligned"}),
+    "streaming": PolicyCase({"policy": "streaming", "order": "aligned"}, random_access=False),
+    "streaming-prior": PolicyCase(
+        {"policy": "streaming", "max_age": 2, "prior": CostPrior(mean=1.7, records=1000, ceiling=9.0)},
+        random_access=False,
+    ),
 }
 
 
