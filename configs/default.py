@@ -14,11 +14,11 @@ from train.model import ModelConfig
 def get_config() -> TrainConfig:
     return TrainConfig(
         corpus=CorpusConfig(max_tokens=1024, on_oversize="truncate"),
-        balance=BalanceConfig(pack_size=16, lookahead=32, policy="windowed"),
-        # One shape: a pack is some nine rows, so chunks are small against it, and each shape takes 10 s to compile.
+        balance=BalanceConfig(pack_size=8, lookahead=32, policy="windowed"),
+        # A pack fills four or five rows: chunks of one row are small against it. Another shape takes 10 s to compile.
         layout=RowPackedLayout(length=1024, rows_per_chunk=1),
         model=ModelConfig(vocab_size=1, layers=3, width=128, heads=2, kv_heads=1, head_dim=64, hidden=320),
-        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=10),
-        runtime=RuntimeConfig(eval_every=25, checkpoint_every=25),
-        steps=100,
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
+        runtime=RuntimeConfig(eval_every=40, checkpoint_every=40),
+        steps=160,
     )

@@ -18,7 +18,7 @@ import train.loop
 import train.step
 from bcl_grain.layouts import RowPackedLayout
 from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
-from train.checkpoints import CheckpointError, Checkpoints, check_run_dir, claim_run_dir, compare, load_params
+from train.checkpoints import CheckpointError, Checkpoints, check_run_dir, claim_run_dir, find_differences, load_params
 from train.config import RuntimeConfig
 from train.data import train_dataset
 from train.loop import DivergedError, Outcome, run_training, warm_up
@@ -264,11 +264,11 @@ def test_a_directory_is_new_or_belongs_to_the_run(tmp_path: Path) -> None:
 
 
 def test_differences_are_found_at_any_depth() -> None:
-    assert compare({"a": [1, 2], "b": {"c": None}}, {"a": [1, 3], "b": {"c": 0}}) == [
+    assert find_differences({"a": [1, 2], "b": {"c": None}}, {"a": [1, 3], "b": {"c": 0}}) == [
         ("a", "[1, 2]", "[1, 3]"),
         ("b.c", "null", "0"),
     ]
-    assert compare({"a": 1}, {}) == [("a", "1", "absent")]
+    assert find_differences({"a": 1}, {}) == [("a", "1", "absent")]
 
 
 def test_the_metrics_file_survives_a_kill_and_a_resume(tmp_path: Path) -> None:
@@ -306,7 +306,9 @@ def test_the_identity_depends_on_the_data(tmp_path: Path, prepared: Prepared) ->
     lines[7] = json.dumps({**record, "response": record["response"] + "c"})
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     changed = prepare(again.config, again.topology, say=quiet)
-    assert {name.split(".")[0] for name, _, _ in compare(again.identity, changed.identity)} - {"config"} == {"data"}
+    assert {name.split(".")[0] for name, _, _ in find_differences(again.identity, changed.identity)} - {"config"} == {
+        "data"
+    }
 
 
 def test_a_constant_denominator_is_the_expected_number_of_tokens(prepared: Prepared) -> None:

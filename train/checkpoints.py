@@ -52,7 +52,7 @@ def check_run_dir(run_dir: Path, identity: Mapping[str, Any], *, resume: bool) -
         raise ValueError(
             f"there is no run to resume in {str(run_dir)!r} ({IDENTITY_FILE}: {error}): start one without --resume"
         ) from error
-    differences = compare(saved, json.loads(json.dumps(identity)))
+    differences = find_differences(saved, json.loads(json.dumps(identity)))
     if differences:
         raise ValueError(
             f"{str(run_dir)!r} belongs to another run: "
@@ -70,10 +70,10 @@ def claim_run_dir(run_dir: Path, identity: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def compare(then: object, now: object, name: str = "") -> list[tuple[str, str, str]]:
+def find_differences(then: object, now: object, name: str = "") -> list[tuple[str, str, str]]:
     """Returns (dotted name, then, now) for each leaf in which two JSON values differ.
 
-    >>> compare({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3, "d": 4}})
+    >>> find_differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3, "d": 4}})
     [('b.c', '2', '3'), ('b.d', 'absent', '4')]
     """
     if isinstance(then, dict) and isinstance(now, dict):
@@ -81,7 +81,9 @@ def compare(then: object, now: object, name: str = "") -> list[tuple[str, str, s
         return [
             difference
             for key in names
-            for difference in compare(then.get(key, _ABSENT), now.get(key, _ABSENT), f"{name}.{key}" if name else key)
+            for difference in find_differences(
+                then.get(key, _ABSENT), now.get(key, _ABSENT), f"{name}.{key}" if name else key
+            )
         ]
     return [] if then == now else [(name, _shown(then), _shown(now))]
 
@@ -107,15 +109,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, *, fingerprint: str, keep: int) -> None:
         self._fingerprint = fingerprint
-        # By default each device writes a slice of what all of them hold, and cutting it compiles programs mid-run.
-        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
-        self._manager = ocp.CheckpointManager(
-            (run_dir / CHECKPOINT_DIR).absolute(),
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
-            ),
-        )
+        self._manager = _manager(run_dir, max_to_keep=keep, cleanup_tmp_directories=True)
 
     @property
     def latest_step(self) -> int | None:
@@ -131,8 +125,8 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                optimizer=ocp.args.StandardSave({"step": state.step, "opt_state": state.opt_state}),
+                params=ocp.args.PyTreeSave(state.params),
+                optimizer=ocp.args.PyTreeSave({"step": state.step, "opt_state": state.opt_state}),
                 data=grain.checkpoint.CheckpointSave(iterator),
                 meta=ocp.args.JsonSave({"fingerprint": self._fingerprint}),
             ),
@@ -159,8 +153,8 @@ class Checkpoints:
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(abstract_state.params),
-                optimizer=ocp.args.StandardRestore(optimizer),
+                params=_restore_args(abstract_state.params),
+                optimizer=_restore_args(optimizer),
                 data=grain.checkpoint.CheckpointRestore(iterator),
             ),
         )
@@ -179,7 +173,7 @@ def latest_step(run_dir: Path) -> int:
     """
     if not (run_dir / CHECKPOINT_DIR).is_dir():
         raise CheckpointError(f"there is no run with checkpoints in {str(run_dir)!r}: --init takes a run directory")
-    with _reader(run_dir) as manager:
+    with _manager(run_dir, create=False) as manager:
         step: int | None = manager.latest_step()
     if step is None:
         raise CheckpointError(f"the run in {str(run_dir)!r} has no checkpoint yet: wait for one")
@@ -197,8 +191,8 @@ def load_params(run_dir: Path, abstract_params: Params) -> Params:
         CheckpointError: If there is no checkpoint, or its model has other dimensions.
     """
     step = latest_step(run_dir)
-    wanted = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params))
-    with _reader(run_dir) as manager:
+    wanted = ocp.args.Composite(params=_restore_args(abstract_params))
+    with _manager(run_dir, create=False) as manager:
         try:
             params: Params = manager.restore(step, args=wanted)["params"]
         except ValueError as error:
@@ -206,6 +200,26 @@ def load_params(run_dir: Path, abstract_params: Params) -> Params:
     return params
 
 
-def _reader(run_dir: Path) -> ocp.CheckpointManager:
-    directory = (run_dir / CHECKPOINT_DIR).absolute()
-    return ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=False))
+def _manager(run_dir: Path, **options: Any) -> ocp.CheckpointManager:
+    handlers = {
+        "params": _array_handler(),
+        "optimizer": _array_handler(),
+        "data": grain.checkpoint.CheckpointHandler(),
+        "meta": ocp.JsonCheckpointHandler(),
+    }
+    return ocp.CheckpointManager(
+        (run_dir / CHECKPOINT_DIR).absolute(),
+        item_handlers=handlers,
+        options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False, **options),
+    )
+
+
+def _array_handler() -> ocp.PyTreeCheckpointHandler:
+    # By default each device writes a slice of what all of them hold, and cutting it compiles programs in mid-run.
+    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _restore_args(abstract: Any) -> ocp.args.PyTreeRestore:
+    return ocp.args.PyTreeRestore(item=abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract))

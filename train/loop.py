@@ -99,7 +99,7 @@ def run_training(
         programs: From `warm_up`.
         run_dir: The run's directory, checked with `train.checkpoints.check_run_dir`.
         init: Directory of another run: a new run starts from its latest parameters.
-        say: Takes lines for the user.
+        say: Takes lines for the user; `tqdm.write` keeps them apart from the progress bar.
         stop: Asks to stop at a step's end; by default SIGTERM and SIGINT do.
 
     Returns:
@@ -245,8 +245,7 @@ class _Loop:
             mean = sum(self._recent_losses) / len(self._recent_losses)
             line += f", training loss {mean:.4f} (mean since the last evaluation)"
         self._recent_losses.clear()
-        with tqdm.external_write_mode():
-            self._say(line)
+        self._say(line)
         self._check_compilations(step)
 
     def _check_compilations(self, step: int) -> None:
