@@ -22,7 +22,7 @@ from bcl_grain.memory import GIB, MemoryModel
 from bcl_grain.models import load_model
 from bcl_grain.options import parse_cap, parse_cost, parse_layout, parse_names, parse_sizes, parse_steps
 from bcl_grain.planner import Policy
-from bcl_grain.priors import Prior, corpus_prior, read_prior, write_prior
+from bcl_grain.priors import CorpusPrior, corpus_prior, read_prior, write_prior
 from bcl_grain.progress import ProgressLine
 from bcl_grain.tally import Tally
 
@@ -39,17 +39,17 @@ def profile(args: argparse.Namespace) -> None:
     job = {"ranks": args.ranks, "pack_size": args.pack_size, "lookahead": args.lookahead}
     figures = profile_lengths(lengths, cost, **job, seed=args.seed)
     sentences = verdict(figures, **job)
-    prior = corpus_prior(cost.of_length(lengths.values), args.cost)
+    prior = corpus_prior(lengths.values, cost, cost=args.cost, pack_size=args.pack_size, seed=args.seed)
     if args.prior_out:
         write_prior(prior, args.prior_out)
     if args.plot:
         plots.draw_profile(args.plot, figures, unit=lengths.unit, title=f"{lengths.name}: {figures.records:,} records")
-    results = [{**dataclasses.asdict(figures), "verdict": sentences, "prior": dataclasses.asdict(prior)}]
+    results = [{**dataclasses.asdict(figures), "verdict": sentences, "prior": prior.document()}]
     if not _wrote_json(args, lengths, results):
         _print_profile(lengths, figures, args.cost)
         print("\n" + "\n".join(sentences))
         if args.prior_out:
-            print(f"\nprior: mean {prior.mean:.6g}, for {prior.records:,} records: {args.prior_out}")
+            print(f"\nprior: mean {prior.prior.mean:.6g}, worth {prior.prior.records:,} records: {args.prior_out}")
 
 
 def _print_profile(lengths: Lengths, figures: LengthProfile, cost: str) -> None:
@@ -78,7 +78,7 @@ def simulate(args: argparse.Namespace) -> None:
     policies = parse_names(args.policies, policy_names(), "policy")
     lengths = _read(args)
     job, prior = _job(args, lengths)
-    settings: dict[str, Any] = {"lookahead": args.lookahead, "order": args.order, **_prior_settings(prior)}
+    settings: dict[str, Any] = {"lookahead": args.lookahead, "order": args.order, "prior": prior and prior.prior}
     workers = args.workers or ((os.cpu_count() or 1) if job.records >= _RECORDS_FOR_WORKERS else 1)
     line = _progress(args)
     tallies: dict[str, Tally] = {}
@@ -111,12 +111,12 @@ def simulate(args: argparse.Namespace) -> None:
         plots.draw_simulation(args.plot, {policy: tallies[policy] for policy in policies}, title=heading)
     resolved = {"steps": job.steps, "draws": job.draws.kind, "workers": workers, "bin_tokens": job.bin_capacity}
     resolved |= {"first_step": job.first_step, "last_step": job.end, "layout_shapes": job.layout and job.layout.shapes}
-    if not _wrote_json(args, lengths, results, **resolved, prior=prior and dataclasses.asdict(prior)):
+    if not _wrote_json(args, lengths, results, **resolved, prior=prior and prior.document()):
         print(heading)
         print(report.results_table(results))
 
 
-def _job(args: argparse.Namespace, lengths: Lengths) -> tuple[Job, Prior | None]:
+def _job(args: argparse.Namespace, lengths: Lengths) -> tuple[Job, CorpusPrior | None]:
     if args.ranks % args.packs_per_step:
         raise ValueError(
             f"--ranks {args.ranks} is no multiple of --packs-per-step {args.packs_per_step}: each stream feeds as many"
@@ -154,8 +154,8 @@ def _job(args: argparse.Namespace, lengths: Lengths) -> tuple[Job, Prior | None]
     if args.prior == "none":
         return job, None
     if args.prior == "auto":
-        return job, corpus_prior(cost.of_length(capped), args.cost)
-    return job, read_prior(args.prior, args.cost)
+        return job, corpus_prior(capped, cost, cost=args.cost, pack_size=args.pack_size, seed=args.seed)
+    return job, read_prior(args.prior, cost=args.cost, pack_size=args.pack_size)
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -274,10 +274,6 @@ def _memory(args: argparse.Namespace) -> MemoryModel:
         reserve=args.reserve,
         **precision,
     )
-
-
-def _prior_settings(prior: Prior | None) -> dict[str, Any]:
-    return {}
 
 
 def _progress(args: argparse.Namespace) -> ProgressLine:

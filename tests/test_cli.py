@@ -47,9 +47,11 @@ def test_profile_writes_a_table_a_verdict_and_a_prior_that_simulate_takes(
     lengths = np.load(data)["len"]
     assert "2,000 records" in out
     assert "neven: with packs of 8 records in order of arrival, 4 ranks take" in out
-    assert json.loads(prior.read_text()) == {"mean": lengths.mean(), "records": 2000, "cost": "tokens"}
+    written = json.loads(prior.read_text())
+    assert written["mean"] == pytest.approx(np.minimum(lengths, written["ceiling"]).mean())
+    assert (written["cost"], written["pack_size"]) == ("tokens", 8)
     document = run_json(capsys, "simulate", data, *SMALL, "--policies", "windowed", "--prior", str(prior))
-    assert document["config"]["prior"]["mean"] == lengths.mean()
+    assert document["config"]["prior"] == written
 
 
 def test_simulate_gives_every_documented_figure_for_every_policy(capsys: pytest.CaptureFixture[str], data: str) -> None:
@@ -330,7 +332,7 @@ def test_a_prior_of_another_cost_is_refused(capsys: pytest.CaptureFixture[str], 
     prior = str(tmp_path / "prior.json")
     run(capsys, "profile", data, *SMALL, "--prior-out", prior)
     err = refuse(capsys, "simulate", data, *SMALL, "--prior", prior, "--cost", "linear=2")
-    assert "was made with --cost tokens, but this is --cost linear=2: make one for it" in err
+    assert "with --cost tokens --pack-size 8, but this is --cost linear=2 --pack-size 8: make one for it" in err
     Path(prior).write_text("{}")
     assert "is no prior file" in refuse(capsys, "simulate", data, *SMALL, "--prior", prior)
 
