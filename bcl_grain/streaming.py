@@ -35,7 +35,7 @@ PRIOR_STRAIN = 0.5  # how far a wrong prior may push the pool's mean, in standar
 DRIFT_MEMORY = 0.25  # weight of the newest cohort in the drift statistic
 DRIFT_BEGINS, DRIFT_ENDS = 5.0, 10.0  # where the target starts to follow the pool, and where it is the pool's mean
 AGE_PULL = 0.2  # how much likelier a record is chosen for each cycle that it has waited
-OUTLIER_PULL = 0.125  # how much likelier a record above the ceiling is chosen than others: less, so that they gather
+OUTLIER_PULL = 0.25  # how much likelier a record above the ceiling is chosen than others: less, so that they gather
 SWAP_ROUNDS = 2
 SWAP_TOLERANCE = 1e-4  # of the target
 PHASE_STEP = (math.sqrt(5) - 1) / 2  # spreads the systematic sample's phases evenly over cycles
@@ -151,7 +151,7 @@ def plan(
     if prior is None:
         quarter = ascending[: max(1, ascending.size // 4)]
         # One step of the fixed-point iteration of `balanceable_ceiling` per cycle.
-        ceiling = pack_size * (memory.cost_sum / read) - (pack_size - 1) * _sum(quarter) / quarter.size
+        ceiling = pack_size * level - (pack_size - 1) * _sum(quarter) / quarter.size
         memory = memory._replace(ceiling=max(ceiling, float(ascending[0])))
     return Plan(packs, np.sort(carried), level * pack_size), memory
 
