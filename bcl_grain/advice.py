@@ -9,31 +9,28 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from bcl_grain.arms import run_policy
 from bcl_grain.boundary import cap_effect
 from bcl_grain.caps import fit_cap
-from bcl_grain.costs import TransformerCost
-from bcl_grain.draws import Draws
 from bcl_grain.inputs import Lengths
-from bcl_grain.job import Job
-from bcl_grain.layouts import BucketedLayout, Layout, RowPackedLayout, Shape
+from bcl_grain.layouts import Layout, Shape
 from bcl_grain.memory import GIB, MemoryModel
 from bcl_grain.metrics import Arm
-from bcl_grain.options import LENGTH_MULTIPLE, round_up
 from bcl_grain.planner import PlannerConfig, Policy
 from bcl_grain.report import percent
 from bcl_grain.shapes import fit_shape
 from bcl_grain.snippet import make_snippet
+from bcl_grain.trial import MOST_ROW_LENGTHS, STEPS, Trial
 
 IntArray = npt.NDArray[np.int64]
 
 PACK_SIZES = (8, 16, 32, 64, 128, 256)
 LOOKAHEADS = (4, 8, 16, 32, 64)
 
-_STEPS = 256
-_MOST_STREAMS = 8
 _GOOD_ENOUGH = 0.02
 """A cheaper setting is taken if it wastes at most so much more than the best one."""
+
+_Run = Callable[..., Arm]
+"""(policy, pack size, lookahead, layout or nothing) -> figures of a short job."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,59 +115,36 @@ def make_plan(
     reasons: dict[str, str] = {}
     cap = _choose_cap(lengths.values, memory, row_limit, budget_gib, reasons)
     values = lengths.values if cap is None else np.minimum(lengths.values, cap)
-    trial = _Trial(values, memory, budget_gib, ranks // devices_per_host, devices_per_host, seed)
-    steps = {size: values.size // (ranks * size) for size in (PACK_SIZES if pack_size is None else (pack_size,))}
-    candidates = [size for size in steps if steps[size] >= LOOKAHEADS[0]]
-    if not candidates:
-        needed = ranks * min(steps) * LOOKAHEADS[0]
-        raise ValueError(
-            f"{values.size} records are fewer than one window: {ranks} ranks with packs of {min(steps)} and lookahead "
-            f"{LOOKAHEADS[0]} take {needed}; lower the ranks or the pack size, or bring more records"
-        )
-    total = len(candidates) + len(LOOKAHEADS) + len(get_args(Policy)) + 3
+    trial = Trial(values, memory, budget_gib, ranks // devices_per_host, devices_per_host, seed)
+    sizes = _sizes(values.size, ranks, pack_size)
+    total = len(sizes) + len(LOOKAHEADS) + len(get_args(Policy)) + MOST_ROW_LENGTHS + 3
     done = 0
 
-    def simulate(policy: str, size: int, lookahead: int, layout: Layout | None = None) -> Arm:
+    def run(policy: str, size: int, lookahead: int, layout: Layout | None = None) -> Arm:
         nonlocal done
         arm = trial.run(policy, size, lookahead, layout)
         done += 1
         on_progress(min(done, total), total)
         return arm
 
-    by_size = {size: simulate("windowed", size, 32, trial.row_packed(size)) for size in candidates}
-    size = _smallest({s: _total(arm) for s, arm in by_size.items()})
-    rule = "as given" if pack_size is not None else f"the smallest within {percent(_GOOD_ENOUGH, 0)} of the best"
-    reasons["pack_size"] = f"{rule}; total waste (waiting and padding) by pack size: {_list(by_size, _total)}"
-    by_lookahead = {k: simulate("windowed", size, k) for k in LOOKAHEADS if k <= steps[size]}
-    lookahead = _smallest({k: arm.sync_waste for k, arm in by_lookahead.items()}, tolerance=_GOOD_ENOUGH / 2)
-    reasons["lookahead"] = f"sync waste by lookahead: {_list(by_lookahead, _sync)}"
-    if len(by_lookahead) < len(LOOKAHEADS):
-        reasons["lookahead"] += f"; an epoch has {steps[size]} steps"
-    layouts: dict[str, Layout] = {"row-packed": trial.row_packed(size)}
-    bucketed = trial.bucketed()
-    if bucketed is not None:
-        layouts["bucketed"] = bucketed
-    by_layout = {name: simulate("windowed", size, lookahead, layout) for name, layout in layouts.items()}
-    chosen = min(by_layout, key=lambda name: _total(by_layout[name]))
-    layout = layouts[chosen]
-    largest = max(layout.shapes, key=lambda shape: memory.peak_bytes(*shape))
-    reasons["layout"] = f"rows hold every record, chunks fit the memory; total waste: {_list(by_layout, _total)}"
-    p99 = fit_cap(values, 99.0)
-    capped = dataclasses.replace(trial, values=np.minimum(values, p99))
-    waste = _total(capped.run("windowed", size, lookahead, capped.row_packed(size)))
-    reasons["cap"] += f" and make the total waste {percent(waste)}"
-    arms = {policy: simulate(policy, size, lookahead, layout) for policy in get_args(Policy)}
-    on_progress(total, total)
-    policy = min((p for p in arms if p != "arrival"), key=lambda p: (round(arms[p].sync_waste, 3), p != "windowed"))
-    reasons["policy"] = f"sync waste over {_STEPS} steps: {_list(arms, _sync)}"
+    size = _choose_size(sizes, trial, run, reasons, given=pack_size is not None)
+    steps = values.size // (ranks * size)
+    lookahead = _choose_lookahead(size, steps, run, reasons)
+    policy = _choose_policy(size, lookahead, run, reasons)
+    name, layout, planned = _choose_layout(size, lookahead, policy, trial, run, reasons)
+    p99 = dataclasses.replace(trial, values=np.minimum(values, fit_cap(values, 99.0)))
+    reasons["cap"] += (
+        f" and make the total waste {percent(_total(p99.run(policy, size, lookahead, p99.fullest_rows(size))))}"
+    )
+    arrival = run("arrival", size, lookahead, layout)
     one_shape = _one_shape(values, size, seed, reasons)
-    num_packs = steps[size] * devices_per_host
+    on_progress(total, total)
     config = PlannerConfig(
         pack_size=size,
         packs_per_step=devices_per_host,
         lookahead=lookahead,
         policy=policy,
-        num_packs=num_packs,
+        num_packs=steps * devices_per_host,
     )
     return Plan(
         streams=trial.streams,
@@ -179,14 +153,14 @@ def make_plan(
         lookahead=lookahead,
         policy=policy,
         cap=cap,
-        layout=chosen,
+        layout=name,
         shapes=layout.shapes,
-        peak_gib=memory.peak_bytes(*largest) / GIB,
+        peak_gib=max(memory.peak_bytes(*shape) for shape in layout.shapes) / GIB,
         one_shape=one_shape,
         capacity_tokens=None if one_shape is None else one_shape[0] * one_shape[1],
-        arrival=arms["arrival"],
-        planned=arms[policy],
-        num_packs=num_packs,
+        arrival=arrival,
+        planned=planned,
+        num_packs=steps * devices_per_host,
         reasons=reasons,
         snippet=make_snippet(
             config,
@@ -197,6 +171,61 @@ def make_plan(
             cap=cap,
         ),
     )
+
+
+def _sizes(records: int, ranks: int, given: int | None) -> list[int]:
+    """Returns the pack sizes to try: those of which an epoch holds at least one window."""
+    sizes = PACK_SIZES if given is None else (given,)
+    possible = [size for size in sizes if records // (ranks * size) >= LOOKAHEADS[0]]
+    if not possible:
+        raise ValueError(
+            f"{records} records are fewer than one window: {ranks} ranks with packs of {sizes[0]} and lookahead "
+            f"{LOOKAHEADS[0]} take {ranks * sizes[0] * LOOKAHEADS[0]}; lower the ranks or the pack size, or bring more "
+            "records"
+        )
+    return possible
+
+
+def _choose_size(sizes: list[int], trial: Trial, run: _Run, reasons: dict[str, str], *, given: bool) -> int:
+    arms = {size: run("windowed", size, 32, trial.fullest_rows(size)) for size in sizes}
+    rule = "as given" if given else f"the smallest within {percent(_GOOD_ENOUGH, 0)} of the best"
+    reasons["pack_size"] = f"{rule}; total waste (waiting and padding) by pack size: {_list(arms, _total)}"
+    return _smallest({size: _total(arm) for size, arm in arms.items()}, _GOOD_ENOUGH)
+
+
+def _choose_lookahead(size: int, steps: int, run: _Run, reasons: dict[str, str]) -> int:
+    arms = {k: run("windowed", size, k) for k in LOOKAHEADS if k <= steps}
+    reasons["lookahead"] = f"sync waste by lookahead: {_list(arms, _sync)}"
+    if len(arms) < len(LOOKAHEADS):
+        reasons["lookahead"] += f"; an epoch has {steps} steps"
+    return _smallest({k: arm.sync_waste for k, arm in arms.items()}, _GOOD_ENOUGH / 2)
+
+
+def _choose_policy(size: int, lookahead: int, run: _Run, reasons: dict[str, str]) -> Policy:
+    arms: dict[Policy, Arm] = {policy: run(policy, size, lookahead) for policy in get_args(Policy)}
+    reasons["policy"] = f"sync waste over {STEPS} steps: {_list(arms, _sync)}"
+    balancing = [policy for policy in arms if policy != "arrival"]
+    # Windowed is the simpler one: it wins where the other gains next to nothing.
+    return min(balancing, key=lambda policy: (round(arms[policy].sync_waste, 3), policy != "windowed"))
+
+
+def _choose_layout(
+    size: int, lookahead: int, policy: Policy, trial: Trial, run: _Run, reasons: dict[str, str]
+) -> tuple[str, Layout, Arm]:
+    """Returns the layout of the least total waste, its name, and its figures."""
+    rows = {layout: run(policy, size, lookahead, layout) for layout in trial.rows(size)}
+    best = min(rows, key=lambda layout: _total(rows[layout]))
+    layouts: dict[str, tuple[Layout, Arm]] = {"row-packed": (best, rows[best])}
+    bucketed = trial.bucketed()
+    if bucketed is not None:
+        layouts["bucketed"] = (bucketed, run(policy, size, lookahead, bucketed))
+    name = min(layouts, key=lambda name: _total(layouts[name][1]))
+    reasons["layout"] = (
+        f"rows hold every record, chunks fit the memory; total waste: "
+        f"{_list({name: arm for name, (_, arm) in layouts.items()}, _total)}; row-packed by row length: "
+        f"{_list({layout.length: arm for layout, arm in rows.items()}, _total)}"
+    )
+    return (name, *layouts[name])
 
 
 def _choose_cap(
@@ -216,59 +245,6 @@ def _choose_cap(
     return row_limit
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trial:
-    """Short simulated jobs on a corpus."""
-
-    values: IntArray
-    memory: MemoryModel
-    budget_gib: float
-    streams: int
-    packs_per_step: int
-    seed: int
-
-    @property
-    def cost(self) -> TransformerCost:
-        return self.memory.dims.cost(remat=self.memory.remat)
-
-    def row_packed(self, pack_size: int) -> RowPackedLayout:
-        """Rows that hold the longest record, in chunks small against a pack: their last one is partly empty."""
-        length = round_up(int(self.values.max()))
-        eighth = int(pack_size * self.values.mean() / (8 * length))
-        most = min(self.memory.most_rows(length, self.budget_gib), max(1, eighth))
-        rows = 1 << (most.bit_length() - 1)
-        return RowPackedLayout(length=length, rows_per_chunk=rows, heights=(1,) if rows > 1 else ())
-
-    def bucketed(self) -> BucketedLayout | None:
-        """Row lengths in powers of two, in chunks of the longest's tokens; None where these don't fit the memory."""
-        lengths = [LENGTH_MULTIPLE]
-        while lengths[-1] < self.values.max():
-            lengths.append(2 * lengths[-1])
-        layout = BucketedLayout(lengths=tuple(lengths), tokens_per_chunk=lengths[-1])
-        fits = all(self.memory.fits(rows, length, self.budget_gib) for rows, length in layout.shapes)
-        return layout if fits else None
-
-    def run(self, policy: str, pack_size: int, lookahead: int, layout: Layout | None) -> Arm:
-        draws = Draws(
-            population=self.values,
-            kind="iid",
-            streams=min(self.streams, _MOST_STREAMS),
-            records=_STEPS * pack_size * self.packs_per_step,
-            seed=self.seed,
-        )
-        job = Job(
-            draws=draws,
-            pack_size=pack_size,
-            packs_per_step=self.packs_per_step,
-            cost=self.cost,
-            layout=layout,
-            # A fused kernel skips the pairs of other records; a dense mask computes them.
-            kernel="segments" if self.memory.attention == "fused" else "rows",
-        )
-        settings: dict[str, Any] = {} if policy == "arrival" else {"lookahead": lookahead}
-        return run_policy(policy, job, **settings).arm()
-
-
 def _sync(arm: Arm) -> float:
     return arm.sync_waste
 
@@ -282,7 +258,7 @@ def _total(arm: Arm) -> float:
     return arm.total_waste
 
 
-def _smallest(waste: dict[int, float], tolerance: float = _GOOD_ENOUGH) -> int:
+def _smallest(waste: dict[int, float], tolerance: float) -> int:
     """Returns the smallest setting that is about as good as the best."""
     best = min(waste.values())
     return min(setting for setting, value in waste.items() if value <= best + tolerance)
