@@ -208,7 +208,7 @@ def _choose(
     pulled = pull * u
     count, count_u, cost, cost_u = _sum(pull), _sum(pulled), _sum(pull * costs), _sum(pulled * costs)
     determinant = count * cost_u - count_u * cost
-    a, b, within_reach = size / count, 0.0, True
+    a, b, within_reach = size / count, 0.0, determinant > 0
     if determinant > 0:
         a, b = (size * cost_u - total * count_u) / determinant, (count * total - cost * size) / determinant
         if abs(b) > a:  # tilt as far as no probability falls below 0
