@@ -174,12 +174,15 @@ def test_metrics_of_a_step_are_read_after_the_next_is_dispatched(
     ]
 
 
+@pytest.mark.parametrize("checkpoint_every", [1, 100])
 def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_step(
-    prepared: Prepared, programs: Programs, tmp_path: Path
+    checkpoint_every: int, prepared: Prepared, programs: Programs, tmp_path: Path
 ) -> None:
     poisoned = dict(prepared.train[0])
     poisoned["loss_mask"] = np.where(poisoned["loss_mask"] > 0, np.nan, 0).astype(np.float32)
-    run = dataclasses.replace(prepared, train=[poisoned, *prepared.train[1:]])
+    runtime = dataclasses.replace(prepared.config.runtime, checkpoint_every=checkpoint_every)
+    config = dataclasses.replace(prepared.config, runtime=runtime)
+    run = dataclasses.replace(prepared, config=config, train=[poisoned, *prepared.train[1:]])
     packs = train_dataset(
         run.train,
         run.job,
@@ -198,7 +201,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_step(
     with pytest.raises(DivergedError, match=f"the loss of step {bad} is nan: lower optimizer.learning_rate"):
         run_training(run, programs, tmp_path, say=quiet)
     checkpoints = Checkpoints(tmp_path, fingerprint="", keep=1)
-    assert (checkpoints.latest_step or 0) < bad
+    assert checkpoints.latest_step == (bad - 1 if checkpoint_every == 1 else None)
     checkpoints.close()
     assert [event["step"] for event in read_events(tmp_path) if event["kind"] == "train"] == list(range(1, bad))
 
@@ -230,9 +233,13 @@ def test_a_new_run_starts_from_another_ones_parameters(
     assert read_events(tmp_path / "new")[0]["loss"] == read_events(undisturbed[0])[-1]["loss"]
     with pytest.raises(CheckpointError, match=r"there is no run with checkpoints in .*nowhere"):
         run_training(run, programs, tmp_path / "other", init=tmp_path / "nowhere", say=quiet)
-    wider = jax.tree.map(lambda x: x.update(shape=(*x.shape, 2)), programs.abstract_state.params)
-    with pytest.raises(CheckpointError, match=r"the model in .* has other dimensions"):
+    params = programs.abstract_state.params
+    norm = params["norm"]["scale"]
+    wider = {**params, "norm": {"scale": norm.update(shape=(16,))}}
+    with pytest.raises(CheckpointError, match=r"has other dimensions: norm.scale has shape \[8\], wanted \[16\]$"):
         load_params(undisturbed[0], wider)
+    with pytest.raises(CheckpointError, match=r"has other dimensions: head has shape absent, wanted \[8\]$"):
+        load_params(undisturbed[0], {**params, "head": norm})
     assert not (tmp_path / "other").exists()  # so that the next try finds it new
 
 

@@ -191,13 +191,20 @@ def load_params(run_dir: Path, abstract_params: Params) -> Params:
         CheckpointError: If there is no checkpoint, or its model has other dimensions.
     """
     step = latest_step(run_dir)
-    wanted = ocp.args.Composite(params=_restore_args(abstract_params))
     with _manager(run_dir, create=False) as manager:
-        try:
-            params: Params = manager.restore(step, args=wanted)["params"]
-        except ValueError as error:
-            raise CheckpointError(f"the model in {str(run_dir)!r} has other dimensions: {error}") from error
+        saved = manager.item_metadata(step)["params"].tree
+        differences = find_differences(_shapes(saved), _shapes(abstract_params))
+        if differences:
+            raise CheckpointError(
+                f"the model in {str(run_dir)!r} has other dimensions: "
+                + "; ".join(f"{name} has shape {theirs}, wanted {ours}" for name, theirs, ours in differences)
+            )
+        params: Params = manager.restore(step, args=ocp.args.Composite(params=_restore_args(abstract_params)))["params"]
     return params
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: [*x.shape], tree)
 
 
 def _manager(run_dir: Path, **options: Any) -> ocp.CheckpointManager:
