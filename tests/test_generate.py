@@ -58,6 +58,11 @@ def test_stops_at_any_end_token_each_prompt_for_itself(tmp_path: Path) -> None:
 
     assert [answer.tolist() for answer in generator(params, PROMPTS)] == [cut(answer) for answer in wanted]
     assert len(cut(wanted[1])) == 1
+    # And the program itself has stopped: nothing stands behind an end, nor in a row without a prompt.
+    tokens = np.zeros((3, 9), np.int32)
+    tokens[0, :1] = PROMPTS[0]
+    raw = np.asarray(generator.program(params, tokens, np.array([1, 0, 0], np.int32)))
+    assert raw[0].tolist() == [*cut(wanted[0]), *[0] * (10 - len(cut(wanted[0])))]
 
 
 def test_a_batch_compiles_nothing_and_other_prompts_change_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from flax import nnx
 
-from tests.hf_families import FAMILIES, random_tensors, write_model
+from tests.hf_families import FAMILIES, random_tensors, reference_logits, write_model
 from tests.test_hf_weights import TOKENS, our_logits
 from train.attention import masked_attention
 from train.hf_weights import open_hf_model
@@ -33,6 +33,12 @@ CONFIG = ModelConfig(
     vocab_size=67, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24, qkv_bias=True, lora=LORA
 )
 SHAPE = (2, 16)
+THEIR_NAMES = {
+    "query": "self_attn.q_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "down": "mlp.down_proj",
+}
 
 
 def random_adapters(params: Params, lora: LoraConfig, *, seed: int = 0) -> Params:
@@ -193,6 +199,12 @@ def test_adapters_come_back_and_join_the_exported_model(family: str, tmp_path: P
     assert jax.tree.all(jax.tree.map(np.array_equal, again, split_params(params)[0]))
     wanted = our_logits(config, params, TOKENS)
     assert np.abs(wanted - our_logits(source.config, split_params(params)[1], TOKENS)).max() > 0.1
+    tensors = random_tensors(FAMILIES[family])
+    for name in LORA.targets:
+        a, b = params["layers"][name]["lora_a"], params["layers"][name]["lora_b"]
+        for layer in range(config.layers):
+            tensors[f"model.layers.{layer}.{THEIR_NAMES[name]}.weight"] += 2 * (a[layer] @ b[layer]).T  # alpha / rank
+    np.testing.assert_allclose(wanted, reference_logits(FAMILIES[family], tensors, TOKENS), atol=1e-4)
     export_model(tmp_path / "merged", merge_adapters(params, LORA.scale), like=source)
     merged = load_params(open_hf_model(tmp_path / "merged"))
     np.testing.assert_allclose(our_logits(source.config, merged, TOKENS), wanted, atol=1e-4)
