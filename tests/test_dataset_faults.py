@@ -77,6 +77,14 @@ def test_retries_after_many_source_errors(policy: PolicyCase) -> None:
 
 
 @EACH_POLICY
+def test_a_retry_reads_no_more_than_a_pool_again(policy: PolicyCase) -> None:
+    source = Numbers(400, raises_at=[390])
+    packs, errors = drain(iter(pipeline(source, **SETTINGS, **policy.settings)))
+    assert (len(packs), len(errors)) == (200, 1)
+    assert source.reads <= 400 + 1 + policy.config(**SETTINGS).pool_records
+
+
+@EACH_POLICY
 @pytest.mark.parametrize("at", [0, 8, 17])
 def test_a_state_taken_between_error_and_retry_is_the_state_before(at: int, policy: PolicyCase) -> None:
     dataset = pipeline(Numbers(NUM_RECORDS, raises_at=[at]), **SETTINGS, **policy.settings)
