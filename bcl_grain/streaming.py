@@ -36,6 +36,7 @@ DRIFT_MEMORY = 0.25  # weight of the newest cohort in the drift statistic
 DRIFT_BEGINS, DRIFT_ENDS = 5.0, 10.0  # where the target starts to follow the pool, and where it is the pool's mean
 AGE_PULL = 0.2  # how much likelier a record is chosen for each cycle that it has waited
 OUTLIER_PULL = 0.25  # how much likelier a record above the ceiling is chosen than others: less, so that they gather
+OUTLIER_RELEASE = 2.0  # where the end is in sight, the same as a multiple of pool / remaining records
 SWAP_ROUNDS = 2
 SWAP_TOLERANCE = 1e-4  # of the target
 PHASE_STEP = (math.sqrt(5) - 1) / 2  # spreads the systematic sample's phases evenly over cycles
@@ -141,7 +142,8 @@ def plan(
     size = num_packs * pack_size
     overdue = ages >= max_age
     pull = 1.0 + AGE_PULL * ages[order].astype(np.float64)
-    pull[costs[order] > memory.ceiling] *= OUTLIER_PULL
+    near_end = 0.0 if remaining is None else OUTLIER_RELEASE * costs.size / remaining
+    pull[costs[order] > memory.ceiling] *= min(1.0, max(OUTLIER_PULL, near_end))
     chosen, within_reach = _choose(ascending, pull, overdue[order], size, level * size, phase=cycle * PHASE_STEP % 1.0)
     if not within_reach:  # then equal packs are worth more than a few that come nearer
         level = _sum(ascending[chosen]) / size
