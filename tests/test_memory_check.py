@@ -1,0 +1,73 @@
+"""The memory arithmetic of the trainer against what XLA says of the compiled programs, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from train.lora import LoraConfig, split_params
+from train.memory import adapter_parameters, check_memory, peak_bytes, state_bytes
+from train.model import ModelConfig, init_params
+from train.programs import compile_programs
+from train.state import make_optimizer
+
+SMOLLM2 = ModelConfig(vocab_size=49152, layers=30, width=576, heads=9, kv_heads=3, head_dim=64, hidden=1536)
+LLAMA_8B = ModelConfig(
+    vocab_size=128256, layers=32, width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14336, tied_embeddings=False
+)
+
+
+@pytest.mark.parametrize("targets", [("query", "key", "value", "output", "gate", "up", "down"), ("key", "down")])
+def test_adapters_are_counted(targets: tuple[str, ...]) -> None:
+    config = dataclasses.replace(SMOLLM2, lora=LoraConfig(rank=5, targets=targets))
+    abstract = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    assert sum(leaf.size for leaf in jax.tree.leaves(split_params(abstract)[0])) == adapter_parameters(config)
+
+
+def test_arithmetic_agrees_with_the_compiled_step() -> None:
+    # Activations outweigh the parameters here, so that a wrong term shows.
+    config = ModelConfig(vocab_size=512, layers=8, width=128, heads=4, kv_heads=2, head_dim=32, hidden=384, remat=True)
+    programs = compile_programs(config, make_optimizer(total_steps=10), [(1, 512), (2, 1024)])
+    for rows, length in programs.shapes:
+        compiled: Any = programs.accumulate[(rows, length), programs.local_devices[0]].memory_analysis()
+        adam = 8 * config.num_parameters
+        measured = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes + adam
+        assert peak_bytes(config, rows, length, platform="cpu") == pytest.approx(measured, rel=0.25)
+
+
+def test_state_is_what_the_arrays_take() -> None:
+    lora = dataclasses.replace(LLAMA_8B, lora=LoraConfig(rank=16))
+    assert LLAMA_8B.num_parameters == 8_030_261_248
+    assert state_bytes(LLAMA_8B) == 20 * 8_030_261_248
+    assert state_bytes(lora) == 2 * 8_030_261_248 + 20 * adapter_parameters(lora)
+    assert adapter_parameters(lora) == 41_943_040  # what PEFT counts for rank 16 on all projections
+
+
+def test_what_fits_passes_and_the_cap_that_is_named_fits() -> None:
+    check_memory(SMOLLM2, [(1, 1024), (2, 512)], budget_gib=16, platform="cpu")
+    with pytest.raises(ValueError, match=r"1 x 16384 tokens takes .* set model\.remat") as raised:
+        check_memory(SMOLLM2, [(1, 512), (1, 16384)], budget_gib=16, platform="cpu")
+    cap = int(re.search(r"cap records at (\d+) tokens", str(raised.value)).group(1))  # type: ignore[union-attr]
+    check_memory(SMOLLM2, [(1, cap)], budget_gib=16, platform="cpu")
+    with pytest.raises(ValueError, match="takes"):
+        check_memory(SMOLLM2, [(1, cap + 128)], budget_gib=16, platform="cpu")
+    with pytest.raises(ValueError, match="no row fits: train adapters alone"):
+        check_memory(LLAMA_8B, [(1, 128)], budget_gib=141)
+    check_memory(dataclasses.replace(LLAMA_8B, lora=LoraConfig(), remat=True), [(1, 8192)], budget_gib=141)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_more_tokens_take_more_and_remat_takes_less(platform: str) -> None:
+    peaks = [peak_bytes(SMOLLM2, 1, length, platform=platform) for length in (128, 1000, 4096, 13312)]
+    again = [
+        peak_bytes(dataclasses.replace(SMOLLM2, remat=True), 1, length, platform=platform)
+        for length in (128, 1000, 4096, 13312)
+    ]
+    assert np.all(np.diff(peaks) > 0)
+    assert np.all(np.array(again) < peaks)
+    assert peak_bytes(SMOLLM2, 2, 1000, platform=platform) > peaks[1]
