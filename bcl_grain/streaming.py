@@ -278,7 +278,7 @@ def _swapped(
 
 def _sum(values: FloatArray) -> float:
     """Returns the sum from left to right, so that every machine rounds alike."""
-    return float(np.add.accumulate(values)[-1])
+    return float(np.add.accumulate(values)[-1]) if values.size else 0.0
 
 
 def _variance(values: FloatArray) -> float:
