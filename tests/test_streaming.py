@@ -268,7 +268,7 @@ def test_a_choice_meets_its_sum_to_a_gap_and_prefers_the_old() -> None:
 def test_a_choice_of_all_that_is_free() -> None:
     """Overdue records may leave as many free ones as there are places for them: all are certain."""
     overdue = np.array([True, False, False, True, False])
-    chosen, _ = streaming._choose(np.arange(1.0, 6), np.ones(5), overdue, 5, 9.0, phase=0.5)
+    chosen, _ = streaming._choose(np.arange(1.0, 6), np.ones(5), overdue, 5, 15.0, phase=0.5)
     assert chosen.all()
 
 
