@@ -17,6 +17,8 @@ FloatArray = npt.NDArray[np.float64]
 EXACT_RECORDS = 1_000_000_000
 """What a mean over all records counts for: it has no sampling error."""
 
+SAMPLE_KEY = 0xC057
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostPrior:
@@ -104,8 +106,9 @@ def estimate_cost_prior(
     total = len(records)
     if total < 1 or num_records < 1:
         raise ValueError(f"a prior needs records to look at: got {total} records and num_records={num_records!r}")
-    # Raw bits are stable between NumPy's versions, its sampling methods are not.
-    order = np.argsort(np.random.PCG64(seed).random_raw(total), kind="stable")[:num_records]
+    # Raw bits are stable between NumPy's versions, its sampling methods are not. With the bare seed as key, data made
+    # by a generator of the same seed would be sampled in order of size.
+    order = np.argsort(np.random.PCG64([seed, total, SAMPLE_KEY]).random_raw(total), kind="stable")[:num_records]
     sample = [(position, records[position]) for position in order.tolist()]
     costs = np.array([checked_cost(cost_fn, record, position) for position, record in sample if record is not None])
     if not costs.size:
