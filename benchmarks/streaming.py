@@ -2,7 +2,7 @@
 
 Counts as the design says: all arms get the same records in the same number of steps, which is checked; start and
 flush belong to a job; waste is estimated waiting, in units of windowed's with shuffled order. Reads real lengths from
-`../shared/data/lengths` beside the checkout. About 10 minutes on two cores; `--quick` takes one seed and short jobs.
+`../shared/data/lengths` beside the checkout. About 10 minutes on two idle cores; `--quick` takes one seed and short jobs.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def main() -> None:
     figures: dict[str, Any] = {"latency": next_latency(2_000 if quick else 100_000)}
     figures["planning_us_per_record"] = {label: planning_us_per_record(shape) for label, shape in SHAPES.items()}
     print(figures)
-    jobs = {40: 24, 160: 8} if quick else {40: 24, 160: 8, 1000: 4}
+    jobs = {40: 24, 160: 8} if quick else {40: 16, 160: 8, 1000: 2}
     with concurrent.futures.ProcessPoolExecutor(2) as pool:
 
         def over(corpora: Iterable[str], function: Callable[..., dict[str, float]], *rest: Any) -> dict[str, Any]:
