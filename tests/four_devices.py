@@ -1,0 +1,63 @@
+"""Trains on the same packs with one and with four forced local devices, and prints what came of it as JSON.
+
+A process of its own: XLA reads the number of devices once, when it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+# Unoptimised code: every device has programs of its own to compile.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+
+import jax
+import numpy as np
+
+from tests.tiny_chunks import CONFIG, SHAPES, make_pack
+from train.compiling import CompileCounter
+from train.programs import compile_programs
+from train.state import make_optimizer
+from train.step import evaluate, init_state, train_step
+
+STEPS = 20
+
+
+def flat(params: Any) -> Any:
+    """Returns all parameters as one float64 vector."""
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(params)])
+
+
+def run(num_devices: int) -> dict[str, Any]:
+    """Trains; the four packs of a step go to as many devices, or one after the other to one."""
+    optimizer = make_optimizer(total_steps=STEPS, warmup_steps=3, learning_rate=1e-2)
+    programs = compile_programs(CONFIG, optimizer, SHAPES[:1], devices=jax.devices()[:num_devices])
+    state = init_state(programs, seed=0)
+    start, counter, losses = flat(state.params), CompileCounter(), []
+    for step in range(STEPS):
+        # Unequal numbers of chunks; now and then a device has none.
+        packs = [
+            make_pack(num_chunks=(step + 2 * rank) % 6, seed=4 * step + rank, shapes=SHAPES[:1]) for rank in range(4)
+        ]
+        if num_devices == 1:
+            packs = [[chunk for pack in packs for chunk in pack]]
+        state, metrics = train_step(programs, state, packs)
+        losses.append(float(metrics["loss"]))
+    totals = {name: float(value) for name, value in evaluate(programs, state.params, packs).items()}
+    compiled = counter.programs
+    return {"start": start, "end": flat(state.params), "losses": losses, "eval": totals, "compiled": compiled}
+
+
+if __name__ == "__main__":
+    one, four = run(1), run(4)
+    assert (one["start"] == four["start"]).all()
+    norm = np.linalg.norm(one["end"])
+    result = {
+        "difference": np.linalg.norm(four["end"] - one["end"]) / norm,
+        "moved": np.linalg.norm(one["end"] - one["start"]) / norm,
+        "compiled": one["compiled"] + four["compiled"],
+        "losses": [one["losses"], four["losses"]],
+        "eval": [one["eval"], four["eval"]],
+    }
+    print(json.dumps(result))
