@@ -22,10 +22,12 @@ import grain
 import numpy as np
 from absl import logging
 
+from bcl_grain.capacity import FILLER_SIZE, Capacity, SizeFn, checked_size
 from bcl_grain.cost_prior import CostPrior
 from bcl_grain.costs import CostFn, checked_cost
 from bcl_grain.planner import (
     FILLER,
+    OnOverflow,
     Order,
     PlannerConfig,
     Policy,
@@ -82,7 +84,14 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
         max_age: `streaming`: a record comes out at most so many cycles after it was read. Restoring a state reads at
             most `max_age` cycles' records and one pool again.
         prior: `streaming`: what is known of the mean cost; the same on every host. See `estimate_cost_prior`.
-        pad_record: With `tail="pad"`: the weightless record. Each place gets a copy.
+        size_fn: With `capacity`: size of a record in tokens, a positive integer, deterministic.
+        capacity: What a pack may hold: tokens in all, or the (rows, length) of a `RowPackedOneShapeLayout`, as
+            `fit_shape` proposes, which then holds every pack. See `PlannerConfig`. It may be another one after a
+            restore, unless the state was saved within a cycle, which has to come out as it was planned.
+        on_overflow: What happens if no packs within the capacity are found: `error`, before any pack of the cycle
+            comes out, so that the state can be saved; or `extra_chunk`, for a layout that can add chunks.
+        pad_record: With `tail="pad"`: the weightless record. Each place gets a copy. With a capacity it may have
+            one token.
         telemetry: Filled while iterating, in the process that iterates.
 
     Raises:
@@ -104,6 +113,9 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
         seed: int = 0,
         max_age: int = 16,
         prior: CostPrior | None = None,
+        size_fn: SizeFn | None = None,
+        capacity: Capacity | None = None,
+        on_overflow: OnOverflow = "error",
         pad_record: T | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
@@ -119,12 +131,19 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
             seed=seed,
             max_age=max_age,
             prior=prior,
+            capacity=capacity,
+            on_overflow=on_overflow,
         )
         if not callable(cost_fn):
             raise ValueError(f"cost_fn must be callable, got {cost_fn!r}")
         if tail == "pad" and pad_record is None:
             raise ValueError("tail='pad' needs a pad_record: a record whose loss weight is 0")
+        if (size_fn is None) != (capacity is None):
+            raise ValueError(f"size_fn and capacity go together, got size_fn={size_fn!r}, capacity={capacity!r}")
+        if size_fn is not None and tail == "pad" and size_fn(pad_record) > FILLER_SIZE:
+            raise ValueError(f"with a capacity, pad_record must have one token, got {size_fn(pad_record)}: cut it")
         self._cost_fn = cost_fn
+        self._size_fn = size_fn
         self._pad_record = pad_record
         self._telemetry = telemetry
 
@@ -134,6 +153,7 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
             self.parents[0].__iter__(),
             self._config,
             self._cost_fn,
+            self._size_fn,
             self._pad_record,
             Telemetry() if self._telemetry is None else self._telemetry,
         )
@@ -154,6 +174,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         parent: grain.DatasetIterator[T],
         config: PlannerConfig,
         cost_fn: CostFn,
+        size_fn: SizeFn | None,
         pad_record: T | None,
         telemetry: Telemetry,
     ) -> None:
@@ -161,6 +182,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         self._source = parent
         self._config = config
         self._cost_fn = cost_fn
+        self._size_fn = size_fn
         self._pad_record = pad_record
         self._telemetry = telemetry
         self._start(initial_state(config), first=0, live="", next_pack=0, digest=0)
@@ -177,6 +199,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         self._digest = digest
         self._records: dict[int, T] = {}
         self._new_costs: list[float] = []  # of the arrivals from `_after.read` on
+        self._new_sizes: list[int] = []  # of the same; none without a size_fn
         self._position = first  # of the record that the parent gives next
         self._ended = False  # whether the parent has no more records
         self._exhausted = False  # whether there are no more packs
@@ -210,12 +233,14 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         wanted = records_wanted(self._config, self._pool)
         self._read(wanted)
         begin_ns = time.perf_counter_ns()
-        cycle = plan_cycle(self._config, self._pool, self._new_costs, final=len(self._new_costs) < wanted)
+        final = len(self._new_costs) < wanted
+        cycle = plan_cycle(self._config, self._pool, self._new_costs, final=final, new_sizes=self._new_sizes)
         digest = plan_digest(cycle.packs)
         if self._next_pack and self._digest not in (0, digest):
             raise ValueError(
                 f"after restoring, cycle {self._pool.cycle} was planned otherwise than before (checksum {digest}, not "
-                f"{self._digest}): cost_fn is not deterministic, or the records or cost_fn have changed"
+                f"{self._digest}): cost_fn is not deterministic, or the records, cost_fn, size_fn or capacity have "
+                "changed"
             )
         if cycle.dropped:
             arrivals = self._pool.read + len(self._new_costs)
@@ -228,7 +253,8 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         for pack in cycle.packs[: self._next_pack]:
             for position in pack:
                 self._records.pop(position, None)
-        self._packs, self._after, self._digest, self._new_costs = cycle.packs, cycle.state, digest, []
+        self._packs, self._after, self._digest = cycle.packs, cycle.state, digest
+        self._new_costs, self._new_sizes = [], []
         planning_ns = time.perf_counter_ns() - begin_ns
         self._telemetry.planning_seconds += planning_ns * 1e-9
         return planning_ns
@@ -240,7 +266,10 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
             # A record may be there already: its cost could not be told, and next() is tried again.
             if position == self._position and not self._fetch():
                 return
-            self._new_costs.append(checked_cost(self._cost_fn, self._records[position], position))
+            cost = checked_cost(self._cost_fn, self._records[position], position)
+            if self._size_fn is not None:
+                self._new_sizes.append(checked_size(self._size_fn, self._records[position], position))
+            self._new_costs.append(cost)
 
     def _fetch(self) -> bool:
         """Takes one record from the parent; returns whether there was one."""
@@ -287,7 +316,12 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
                 del self._records[position]
         positions = np.flatnonzero(bits) + first
         costs = [checked_cost(self._cost_fn, self._records[p], p) for p in positions.tolist()]
-        self._pool = dataclasses.replace(self._pool, live=positions, costs=np.array(costs, np.float64))
+        sizes: list[int] = []
+        if self._size_fn is not None:
+            sizes = [checked_size(self._size_fn, self._records[p], p) for p in positions.tolist()]
+        self._pool = dataclasses.replace(
+            self._pool, live=positions, costs=np.array(costs, np.float64), sizes=np.array(sizes, np.int64)
+        )
         self._after = self._pool
         self._unread = None
 

@@ -26,15 +26,18 @@ import numpy as np
 import numpy.typing as npt
 
 from bcl_grain import streaming
+from bcl_grain.capacity import FILLER_SIZE, Capacity, checked_capacity, fit_packs, overflow
 from bcl_grain.cost_prior import CostPrior
 from bcl_grain.partition import balanced_partition
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 Policy = Literal["arrival", "windowed", "streaming"]
 Order = Literal["shuffled", "aligned"]
 Tail = Literal["drop", "keep", "pad"]
+OnOverflow = Literal["error", "extra_chunk"]
 
 FILLER = -1
 """Stands for a weightless record in a pack: with `tail="pad"` where the stream has too few records."""
@@ -61,6 +64,11 @@ class PlannerConfig:
         seed: Key of the order.
         max_age: `streaming`: a record comes out at most so many cycles after it was read.
         prior: `streaming`: what is known of the mean cost beforehand, alike on all streams.
+        capacity: What a pack may hold, cost being the objective: a number of tokens in all, or the (rows, length)
+            of a `RowPackedOneShapeLayout`, which then holds every pack. It goes before `max_age`. Arrival, which
+            moves no record, is only checked.
+        on_overflow: What happens if no packs within the capacity are found: an `error` before any pack of the
+            cycle comes out, or packs that are too large and need an `extra_chunk` of a layout that has such.
 
     Raises:
         ValueError: If a value is out of range; the message shows it.
@@ -76,14 +84,19 @@ class PlannerConfig:
     seed: int = 0
     max_age: int = 16
     prior: CostPrior | None = None
+    capacity: Capacity | None = None
+    on_overflow: OnOverflow = "error"
 
     def __post_init__(self) -> None:
         least_values = (("pack_size", 1), ("packs_per_step", 1), ("lookahead", 1), ("seed", 0), ("max_age", 1))
         for name, least in least_values:
             object.__setattr__(self, name, _integer(name, getattr(self, name), least))
-        for name, allowed in (("policy", Policy), ("order", Order), ("tail", Tail)):
+        choices = (("policy", Policy), ("order", Order), ("tail", Tail), ("on_overflow", OnOverflow))
+        for name, allowed in choices:
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
+        if self.capacity is not None:
+            object.__setattr__(self, "capacity", checked_capacity(self.capacity))
         if self.num_packs is not None:
             object.__setattr__(self, "num_packs", _integer("num_packs", self.num_packs, 1))
             if self.num_packs % self.packs_per_step:
@@ -103,13 +116,15 @@ class PlannerConfig:
         return self.step_records * self.lookahead
 
     def describe(self) -> str:
-        """Returns every setting as one line, `name=value` apart by spaces: a checkpoint's fingerprint.
+        """Returns the settings as one line, `name=value` apart by spaces: a checkpoint's fingerprint.
+
+        `capacity` and `on_overflow` are left out: they may change from cycle to cycle.
 
         >>> PlannerConfig(pack_size=4, lookahead=2).describe()[:73]
         'pack_size=4 packs_per_step=1 lookahead=2 policy=windowed order=shuffled t'
         """
-        values = ((f.name, str(getattr(self, f.name)).replace(" ", "")) for f in dataclasses.fields(self))
-        return " ".join(f"{name}={value}" for name, value in values)
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("capacity", "on_overflow")]
+        return " ".join(f"{name}={str(getattr(self, name)).replace(' ', '')}" for name in names)
 
 
 def _integer(name: str, value: object, least: int) -> int:
@@ -135,6 +150,7 @@ class PoolState:
         cost_sum: `streaming`: see `streaming.Memory`, as for the next two.
         ceiling: Costs above it can't be balanced.
         drift: About 1 where records come in random order.
+        sizes: [n] sizes of the records in the pool, in tokens; empty without a capacity.
     """
 
     cycle: int
@@ -145,16 +161,20 @@ class PoolState:
     cost_sum: float = 0.0
     ceiling: float = 0.0
     drift: float = 1.0
+    sizes: IntArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
 
     def scalars(self) -> dict[str, int | float]:
         """Returns all but the live records, JSON-safe: what a checkpoint keeps of this state."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("live", "costs")}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _POOL_ARRAYS}
 
     @classmethod
     def from_scalars(cls, scalars: Mapping[str, Any]) -> PoolState:
         """Returns the state that `scalars` were taken from, its pool still empty."""
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in ("live", "costs")]
+        names = [f.name for f in dataclasses.fields(cls) if f.name not in _POOL_ARRAYS]
         return cls(**{n: scalars[n] for n in names}, live=np.empty(0, np.int64), costs=np.empty(0, np.float64))
+
+
+_POOL_ARRAYS = ("live", "costs", "sizes")
 
 
 class Cycle(NamedTuple):
@@ -164,11 +184,15 @@ class Cycle(NamedTuple):
         packs: Arrival positions, ascending in each pack, with `FILLER` for weightless records; whole steps.
         state: What the next cycle starts from.
         dropped: Arrivals that were left out because they don't fill a step.
+        over_capacity: Packs that hold more than the capacity.
+        overdue: Records that stay longer than `max_age`, for the capacity's sake.
     """
 
     packs: list[list[int]]
     state: PoolState
     dropped: int
+    over_capacity: int = 0
+    overdue: int = 0
 
 
 def initial_state(config: PlannerConfig) -> PoolState:
@@ -247,7 +271,14 @@ def state_at(config: PlannerConfig, index: int) -> tuple[PoolState, int]:
     return dataclasses.replace(empty, cycle=cycle, read=cycle * records, emitted=index - next_pack), next_pack
 
 
-def plan_cycle(config: PlannerConfig, state: PoolState, new_costs: npt.ArrayLike, *, final: bool) -> Cycle:
+def plan_cycle(
+    config: PlannerConfig,
+    state: PoolState,
+    new_costs: npt.ArrayLike,
+    *,
+    final: bool,
+    new_sizes: npt.ArrayLike | None = None,
+) -> Cycle:
     """Plans one cycle.
 
     Args:
@@ -256,15 +287,17 @@ def plan_cycle(config: PlannerConfig, state: PoolState, new_costs: npt.ArrayLike
         new_costs: [n] costs of the arrivals since, positive and finite; n is `records_wanted(config, state)`, or
             less if `final`.
         final: Whether the stream has no more records.
+        new_sizes: [n] sizes of the same arrivals, in tokens: positive integers. Needed with a capacity only.
 
     Returns:
         The packs and the next state. No packs mean that the stream is at its end.
 
     Raises:
         ValueError: If a stream that is not final brings too few records, or one with `tail="drop"` ends before its
-            first step is full, or before `num_packs` packs are.
+            first step is full, or before `num_packs` packs are; or if a pack stays over the capacity and
+            `on_overflow` is "error". The state is as it was, so that the cycle can be planned again.
 
-    Complexity: O(W log W) for a pool of W records.
+    Complexity: O(W log W) for a pool of W records; see `capacity.fit_packs` for what a capacity adds.
 
     >>> config = PlannerConfig(pack_size=2, lookahead=2)
     >>> plan_cycle(config, initial_state(config), [9.0, 1.0, 8.0, 2.0], final=False).packs
@@ -276,21 +309,29 @@ def plan_cycle(config: PlannerConfig, state: PoolState, new_costs: npt.ArrayLike
         raise ValueError(f"the cycle wants {wanted} new records, got {new.size} (final={final})")
     positions = np.concatenate([state.live, np.arange(state.read, state.read + new.size)])
     costs = np.concatenate([state.costs, new])
+    sizes = _pool_sizes(config, state, new_sizes, new.size)
     left_over = positions.size % config.step_records
     whole = positions.size - left_over
     if config.policy == "streaming" and new.size:
         state = _learned(config, state, costs, new.size)
     carried = np.empty(0, np.int64)
+    tail: list[list[int]] = []
+    over_capacity = overdue = dropped = 0
     if config.policy == "streaming" and not final and _carries(config, whole, state.read + new.size):
         steps, carried, state = _streaming_steps(config, state, positions, costs, read=state.read + new.size)
     else:
         steps = _STEPS[config.policy](config, costs[:whole])
-    steps = _ordered(config, state.cycle, steps, costs)
-    packs = [pack for step in steps for pack in positions[step].tolist()]
-    dropped = 0
     if final:
-        tail, dropped = _tail_packs(config, positions[whole:], costs[whole:], state.emitted + len(packs))
-        packs += tail
+        num_packs = state.emitted + steps.size // config.pack_size
+        tail, dropped = _tail_packs(config, positions[whole:], costs[whole:], num_packs)
+    if config.capacity is not None and config.policy != "arrival":
+        is_late = state.cycle - _cohorts(config, positions) >= config.max_age
+        steps, tail, carried = _within_capacity(config, costs, sizes, positions, steps, tail, carried, is_late)
+        overdue = int(np.count_nonzero(is_late[carried]))
+    steps = _ordered(config, state.cycle, steps, costs)
+    packs = [pack for step in steps for pack in positions[step].tolist()] + tail
+    if config.capacity is not None:
+        over_capacity = _check_capacity(config, sizes, positions, packs, state.emitted)
     state = dataclasses.replace(
         state,
         cycle=state.cycle + 1,
@@ -298,8 +339,77 @@ def plan_cycle(config: PlannerConfig, state: PoolState, new_costs: npt.ArrayLike
         emitted=state.emitted + len(packs),
         live=positions[carried],
         costs=costs[carried],
+        sizes=sizes[carried] if sizes.size else sizes,
     )
-    return Cycle(packs, state, dropped)
+    return Cycle(packs, state, dropped, over_capacity, overdue)
+
+
+def _pool_sizes(config: PlannerConfig, state: PoolState, new_sizes: npt.ArrayLike | None, num_new: int) -> IntArray:
+    """Returns the sizes of the pool, the newest arrivals last; none without a capacity."""
+    if config.capacity is None:
+        return state.sizes[:0]
+    new = np.asarray([] if new_sizes is None else new_sizes)
+    if new.shape != (num_new,) or (new.size and (new.dtype.kind not in "iu" or new.min() < 1)):
+        raise ValueError(f"with a capacity, new_sizes must be {num_new} positive integers, got {new_sizes!r}")
+    sizes = np.concatenate([state.sizes, new.astype(np.int64)])
+    longest = sizes.max(initial=0)
+    if isinstance(config.capacity, tuple) and longest > config.capacity[1]:
+        raise ValueError(
+            f"a record has {longest} tokens, but a row of the capacity {config.capacity} only {config.capacity[1]}: "
+            "cap records upstream (cap_oversize), or take a longer row"
+        )
+    return sizes
+
+
+def _within_capacity(
+    config: PlannerConfig,
+    costs: FloatArray,
+    sizes: IntArray,
+    positions: IntArray,
+    steps: IntArray,
+    tail: list[list[int]],
+    carried: IntArray,
+    is_late: BoolArray,
+) -> tuple[IntArray, list[list[int]], IntArray]:
+    """Returns the steps, the tail and what is carried, with records exchanged so that packs fit."""
+    assert config.capacity is not None
+    real = [[p for p in pack if p != FILLER] for pack in tail]
+    fillers = [len(pack) - len(kept) for pack, kept in zip(tail, real, strict=True)]
+    whole = steps.reshape(-1, config.pack_size).tolist()
+    packs, carried, changed = fit_packs(
+        config.capacity,
+        costs,
+        sizes,
+        whole + [np.searchsorted(positions, np.array(pack, np.int64)).tolist() for pack in real],
+        carried=carried,
+        pinned=is_late,
+        fillers=[0] * len(whole) + fillers,
+    )
+    if not changed:
+        return steps, tail, carried
+    tail_packs = zip(packs[len(whole) :], fillers, strict=True)
+    tail = [positions[pack].tolist() + [FILLER] * count for pack, count in tail_packs]
+    return _grouped(config, costs, np.array(packs[: len(whole)], np.int64).reshape(-1, config.pack_size)), tail, carried
+
+
+def _check_capacity(
+    config: PlannerConfig, sizes: IntArray, positions: IntArray, packs: list[list[int]], emitted: int
+) -> int:
+    """Returns how many packs are over the capacity, or raises if they must not be."""
+    assert config.capacity is not None
+    size_of = dict(zip(positions.tolist(), sizes.tolist(), strict=True)) | {FILLER: FILLER_SIZE}
+    excesses = [overflow(config.capacity, [size_of[p] for p in pack]) for pack in packs]
+    over = [i for i, excess in enumerate(excesses) if excess]
+    if over and config.on_overflow == "error":
+        worst = max(over, key=excesses.__getitem__)
+        mean = sum(size_of[p] for pack in packs for p in pack) / len(packs)
+        raise ValueError(
+            f"pack {emitted + worst} is over the capacity {config.capacity} by {excesses[worst]} tokens, as are "
+            f"{len(over)} of the cycle's {len(packs)} packs, which hold {mean:.0f} tokens on average; nothing of the "
+            "cycle has come out. Raise capacity (a saved state goes on with another), or use "
+            "on_overflow='extra_chunk' with a layout that can add chunks"
+        )
+    return len(over)
 
 
 def _learned(config: PlannerConfig, state: PoolState, costs: FloatArray, num_new: int) -> PoolState:

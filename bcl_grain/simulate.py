@@ -23,32 +23,35 @@ Kernel = Literal["rows", "segments"]
 """What attention runs: whole rows, padding and all, or only inside each record."""
 
 
-def plan_stream(config: PlannerConfig, costs: npt.ArrayLike) -> list[list[int]]:
+def plan_stream(config: PlannerConfig, costs: npt.ArrayLike, sizes: npt.ArrayLike | None = None) -> list[list[int]]:
     """Returns every pack that one stream gives: arrival positions, in the order in which the packs come.
 
     Args:
         config: The settings.
         costs: [n] costs of the stream's records, positive and finite.
+        sizes: [n] their sizes in tokens, where the settings have a capacity.
 
     Raises:
-        ValueError: If the stream is too short (see `planner.plan_cycle`).
+        ValueError: If the stream is too short, or a pack stays over the capacity (see `planner.plan_cycle`).
 
     Complexity: O(n log W) for a pool of W records.
 
     >>> plan_stream(PlannerConfig(pack_size=2, policy="arrival"), [9.0, 1.0, 8.0, 2.0])
     [[0, 1], [2, 3]]
     """
-    return [pack for cycle in _cycles(config, costs) for pack in cycle.packs]
+    return [pack for cycle in plan_cycles(config, costs, sizes) for pack in cycle.packs]
 
 
-def _cycles(config: PlannerConfig, costs: npt.ArrayLike) -> Iterator[Cycle]:
+def plan_cycles(config: PlannerConfig, costs: npt.ArrayLike, sizes: npt.ArrayLike | None = None) -> Iterator[Cycle]:
+    """Yields every cycle that has packs; see `plan_stream`."""
     values = np.asarray(costs, np.float64)
     state = initial_state(config)
     while not finished(config, state):
         wanted = records_wanted(config, state)
         new_costs = values[state.read : state.read + wanted]
+        new_sizes = None if sizes is None else np.asarray(sizes)[state.read : state.read + wanted]
         # As in a pipeline, the end shows only when there is less than is wanted.
-        cycle = plan_cycle(config, state, new_costs, final=new_costs.size < wanted)
+        cycle = plan_cycle(config, state, new_costs, final=new_costs.size < wanted, new_sizes=new_sizes)
         if not cycle.packs:
             return
         yield cycle
@@ -97,6 +100,7 @@ class StreamRun(NamedTuple):
         max_wait_cycles: Most cycles that a record waited between the one that read it and the one that emitted it.
         planning_seconds: Time spent planning.
         bins: Bins of fixed capacity in all, where a policy packs such; else None.
+        packs_over_capacity: Packs that hold more than the settings' capacity.
     """
 
     estimated: FloatArray
@@ -107,6 +111,7 @@ class StreamRun(NamedTuple):
     max_wait_cycles: int | None
     planning_seconds: float
     bins: int | None = None
+    packs_over_capacity: int = 0
 
 
 def simulate_stream(
@@ -140,7 +145,7 @@ def simulate_stream(
     """
     costs = cost.of_length(lengths)
     begin = time.perf_counter()
-    cycles = list(_cycles(config, costs))
+    cycles = list(plan_cycles(config, costs, lengths))
     planning_seconds = time.perf_counter() - begin
     packs = [pack for cycle in cycles for pack in cycle.packs]
     records = _check_once(packs)
@@ -162,6 +167,7 @@ def simulate_stream(
         records=records.size,
         max_wait_cycles=_max_wait(cycles),
         planning_seconds=planning_seconds,
+        packs_over_capacity=sum(cycle.over_capacity for cycle in cycles),
     )
 
 

@@ -24,6 +24,8 @@ class Telemetry:
         records: Records planned.
         fillers: Weightless records added at the stream's end.
         records_dropped: Arrivals left out at the stream's end because they don't fill a step.
+        packs_over_capacity: Packs that hold more than the capacity (`on_overflow="extra_chunk"`).
+        overdue: Times that a record was kept for a further cycle beyond `max_age`, for the capacity's sake.
         planning_seconds: Time spent planning.
         reading_seconds: Time spent waiting for the parent and evaluating costs, planning aside.
         pack_cost_sum: Sum of the pack costs.
@@ -35,6 +37,8 @@ class Telemetry:
     records: int = 0
     fillers: int = 0
     records_dropped: int = 0
+    packs_over_capacity: int = 0
+    overdue: int = 0
     planning_seconds: float = 0.0
     reading_seconds: float = 0.0
     pack_cost_sum: float = 0.0
@@ -64,5 +68,7 @@ class Telemetry:
         self.packs += len(cycle.packs)
         self.records += sum(map(len, cycle.packs)) - fillers
         self.fillers += fillers
+        self.packs_over_capacity += cycle.over_capacity
+        self.overdue += cycle.overdue
         self.pack_cost_sum += float(sums.sum())
         self.pack_cost_square_sum += float((sums * sums).sum())

@@ -30,15 +30,16 @@ CORE: dict[str, set[str]] = {
     "rows": set(),
     "mffd": set(),
     "caps": set(),
+    "capacity": {"rows"},
     "shapes": {"rows"},
     "layouts": {"chunks", "rows"},
     "baselines": {"mffd", "partition"},
     "cost_prior": {"costs"},
     "streaming": {"cost_prior", "partition"},
-    "planner": {"cost_prior", "partition", "streaming"},
+    "planner": {"capacity", "cost_prior", "partition", "streaming"},
     "telemetry": {"planner"},
     "simulate": {"baselines", "costs", "layouts", "metrics", "planner"},
-    "dataset": {"cost_prior", "costs", "planner", "telemetry"},
+    "dataset": {"capacity", "cost_prior", "costs", "planner", "telemetry"},
 }
 USES_GRAIN = {"caps", "dataset"}  # of the core; all else there is standard library and NumPy
 PUBLIC = {"caps", "cost_prior", "costs", "dataset", "layouts", "planner", "shapes", "telemetry"}
