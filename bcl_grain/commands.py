@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
+import textwrap
 from typing import Any, get_args
 
 import numpy as np
@@ -192,7 +193,9 @@ def plan(args: argparse.Namespace) -> None:
         f"{lengths.name}: {args.ranks} ranks, {result.packs_per_step} a host, {args.model} in {args.memory_gib:g} GiB\n"
     )
     for name, value in settings:
-        print(f"{name.replace('_', ' '):10}  {value}\n            {result.reasons[name]}")
+        indent = 12 * " "
+        reason = textwrap.fill(result.reasons[name], 110, initial_indent=indent, subsequent_indent=indent)
+        print(f"{name.replace('_', ' '):10}  {value}\n{reason}")
     gain = report.speedup(result.arrival, result.planned)
     print(f"\nexpected: {gain:.3f} times as fast as packs in order of arrival, in the same layout (simulated)\n")
     print(result.snippet, end="")
