@@ -95,7 +95,7 @@ def test_a_killed_run_resumes_bit_for_bit(config: Path, tmp_path: Path) -> None:
     options = (f"--steps={KILLED_STEPS}", "--set=runtime.checkpoint_every=7", "--set=runtime.eval_every=20")
     undisturbed, disturbed, cache = tmp_path / "undisturbed", tmp_path / "disturbed", tmp_path / "cache"
     process = start(config, *options, f"--run_dir={undisturbed}", cache=cache)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=400)[0]
     assert process.returncode == 0, output
     assert "compilations after warm-up: 0" in output
 
@@ -103,12 +103,12 @@ def test_a_killed_run_resumes_bit_for_bit(config: Path, tmp_path: Path) -> None:
     process = start(config, *options, f"--run_dir={disturbed}", cache=cache)
     wait_for_step(process, disturbed, step)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=400)
     assert process.returncode == -signal.SIGKILL
     assert len(losses(disturbed)) < len(losses(undisturbed))
 
     process = start(config, *options, f"--run_dir={disturbed}", "--resume", cache=cache)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=400)[0]
     assert process.returncode == 0, output
     assert losses(disturbed) == losses(undisturbed), f"killed at step {step}"
 
