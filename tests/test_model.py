@@ -266,6 +266,7 @@ def test_targets_are_the_next_tokens_inside_a_segment() -> None:
     first = {"tokens": np.array([3, 4, 5]), "loss_mask": np.array([1, 0, 1])}
     second = {"tokens": np.array([6, 7]), "loss_mask": np.array([1, 0.5])}
     chunk = make_chunk([[first, second], [second]], 6)
+    chunk["loss_mask"][chunk["tokens_segment_ids"] == 0] = 1  # padding predicts nothing, whatever the mask says
     target, weight = targets({name: jnp.asarray(values) for name, values in chunk.items()})
     counted = np.asarray(weight) > 0
     # The second record's first token has nothing before it, whatever its mask says.

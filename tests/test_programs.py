@@ -77,6 +77,7 @@ def test_a_step_follows_the_gradient_of_all_its_chunks_together(programs: Progra
     sums, grads = sums_and_grads(before, pack)
     new, metrics = train_step(programs, state, [pack])
     assert int(new.step) == 1
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))  # its memory holds the new state
     assert float(metrics["tokens"]) == sums.tokens > 0
     assert float(metrics["loss"]) == pytest.approx(sums.loss / sums.tokens, rel=1e-5)
     assert float(metrics["accuracy"]) == pytest.approx(sums.correct / sums.tokens, rel=1e-6)
