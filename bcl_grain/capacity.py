@@ -7,6 +7,7 @@ Among the exchanges that do, the one that changes the planned costs least is tak
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -31,6 +32,7 @@ FILLER_SIZE = 1
 
 _OUTSIDE = -1  # owner of a record that takes no part
 _CANDIDATES = 32  # exchanges tried before a pack is given up; rows can refuse what the sums allow
+_LIGHTENING_SWAPS = 3  # exchanges per pack that lighten the carry
 _RESTORING_SWAPS = 2  # exchanges per disturbed pack that bring costs back
 
 
@@ -127,6 +129,7 @@ def fit_packs(
     carried: IntArray,
     pinned: BoolArray,
     fillers: Sequence[int],
+    carry_at_most: float = math.inf,
 ) -> Fitted:
     """Exchanges records until every pack fits, or no exchange helps.
 
@@ -145,10 +148,11 @@ def fit_packs(
         carried: Pool positions that stay in the pool.
         pinned: [n] records that should not be carried; they are only if no other exchange makes a pack fit.
         fillers: [packs] weightless records in each pack.
+        carry_at_most: Tokens that the carry should hold; packs that have room take larger records from it until then.
 
     Returns:
-        The packs, with as many records each as before, and what is carried. Without a pack over the capacity, all is
-        as it was.
+        The packs, with as many records each as before, and what is carried. Without a pack over the capacity, or too
+        heavy a carry, all is as it was.
 
     Complexity: O(packs * n log n) to see that all fit; an exchange looks at pack_size * n pairs at most, and a pack
     makes at most twice as many exchanges as it has records.
@@ -167,6 +171,7 @@ def fit_packs(
             for _ in range(_RESTORING_SWAPS):
                 if repair.slack[pack] < 0 or not repair.exchange(pack, release=False):
                     break
+    repair.lighten_carry(carry_at_most)
     return Fitted(
         [np.flatnonzero(repair.owner == pack).tolist() for pack in range(len(packs))],
         np.flatnonzero(repair.owner == len(packs)),
@@ -230,6 +235,20 @@ class _Repair:
         if self._first_that_fits(pack, mine, others, harm, allowed & (relief >= needed)):
             return True
         return self._first_that_fits(pack, mine, others, -relief.astype(np.float64), allowed & (relief > 0))
+
+    def lighten_carry(self, most: float) -> None:
+        """Fills up the packs from the carry, largest exchange first, until it holds `most` tokens."""
+        for pack in range(self.carry):
+            for _ in range(_LIGHTENING_SWAPS):
+                theirs = np.flatnonzero(self.owner == self.carry)
+                excess = float(self.sizes[theirs].sum()) - most
+                if excess <= 0:
+                    return
+                mine = np.flatnonzero(self.owner == pack)
+                gain = self.sizes[theirs] - self.sizes[mine][:, None]
+                allowed = (gain > 0) & (gain <= min(float(self.slack[pack]), excess)) & ~self.pinned[mine][:, None]
+                if not self._first_that_fits(pack, mine, theirs, -gain.astype(np.float64), allowed):
+                    break
 
     def _first_that_fits(
         self, pack: int, mine: IntArray, others: IntArray, rank: FloatArray, allowed: BoolArray

@@ -17,6 +17,7 @@ one host at the same time.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import zlib
 from collections.abc import Callable, Mapping
@@ -43,6 +44,10 @@ FILLER = -1
 """Stands for a weightless record in a pack: with `tail="pad"` where the stream has too few records."""
 
 
+END_POOLS = 8  # with so many pools yet to come, a capacity makes `streaming` empty its carry of large records
+END_FILL = 0.85  # how full packs of the carry would be then
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerConfig:
     """What a plan depends on, besides the costs.
@@ -66,7 +71,8 @@ class PlannerConfig:
         prior: `streaming`: what is known of the mean cost beforehand, alike on all streams.
         capacity: What a pack may hold, cost being the objective: a number of tokens in all, or the (rows, length)
             of a `RowPackedOneShapeLayout`, which then holds every pack. It goes before `max_age`. Arrival, which
-            moves no record, is only checked.
+            moves no record, is only checked. With `num_packs`, `streaming` prepares for its last pool, which can
+            exchange with nothing: without it that one is over the capacity more often.
         on_overflow: What happens if no packs within the capacity are found: an `error` before any pack of the
             cycle comes out, or packs that are too large and need an `extra_chunk` of a layout that has such.
 
@@ -384,12 +390,25 @@ def _within_capacity(
         carried=carried,
         pinned=is_late,
         fillers=[0] * len(whole) + fillers,
+        carry_at_most=_carry_at_most(config, read=int(positions[-1]) + 1) * carried.size if carried.size else math.inf,
     )
     if not changed:
         return steps, tail, carried
     tail_packs = zip(packs[len(whole) :], fillers, strict=True)
     tail = [positions[pack].tolist() + [FILLER] * count for pack, count in tail_packs]
     return _grouped(config, costs, np.array(packs[: len(whole)], np.int64).reshape(-1, config.pack_size)), tail, carried
+
+
+def _carry_at_most(config: PlannerConfig, *, read: int) -> float:
+    """Returns how many tokens a carried record should have on average, so that the last pool fits.
+
+    The last pool has nothing to exchange with, and its second half is yet unknown: the first must be light.
+    """
+    if config.num_packs is None or config.num_packs * config.pack_size - read > END_POOLS * config.pool_records:
+        return math.inf
+    assert config.capacity is not None
+    tokens = config.capacity if isinstance(config.capacity, int) else math.prod(config.capacity)
+    return END_FILL * tokens / config.pack_size
 
 
 def _check_capacity(

@@ -17,7 +17,7 @@ from bcl_grain.layouts import RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.planner import FILLER, PlannerConfig, initial_state, plan_cycle
 from bcl_grain.shapes import fit_shape
 from bcl_grain.simulate import plan_cycles, plan_stream, simulate_stream
-from tests.pipelines import ids, pipeline, through_json
+from tests.pipelines import PAD, ids, pipeline, through_json
 
 SIZES = np.random.default_rng(11).integers(20, 200, 4096)
 COST = bcl.TransformerCost(per_token=1.0, per_token_squared=0.002)
@@ -25,7 +25,7 @@ BOTH = pytest.mark.parametrize("policy", ["windowed", "streaming"])
 
 
 def size_of(record: Any) -> int:
-    return int(SIZES[int(record)])
+    return 1 if record == PAD else int(SIZES[int(record)])
 
 
 def cost_of(record: Any) -> float:
@@ -199,9 +199,31 @@ def test_one_static_shape_holds_every_planned_pack(policy: Any) -> None:
         assert refused <= 0.1 * refused_before
 
 
+def test_the_last_pool_is_prepared_where_the_end_is_known() -> None:
+    rng = np.random.default_rng(3)
+    over = {60: 0, None: 0}
+    for _ in range(15):
+        lengths = rng.geometric(0.01, 16 * 60)
+        for num_packs in over:
+            config = PlannerConfig(
+                pack_size=16,
+                lookahead=8,
+                policy="streaming",
+                num_packs=num_packs,
+                capacity=1700,  # the mean is 1600
+                on_overflow="extra_chunk",
+            )
+            cycles = plan_cycles(config, COST.of_length(lengths), lengths)
+            over[num_packs] += sum(cycle.over_capacity > 0 for cycle in cycles)
+    assert over[60] <= 0.6 * over[None]
+
+
 @BOTH
 @pytest.mark.parametrize("capacity", [445, (2, 230)])
 def test_checkpoints_in_every_place(policy: Any, capacity: Capacity) -> None:
+    # With num_packs the end is in sight all the time.
+    ds = sized(110, capacity, policy=policy, tail="pad", num_packs=28, pad_record=PAD, on_overflow="extra_chunk")
+    grain.experimental.assert_equal_output_after_checkpoint(ds)
     ds = sized(110, capacity, policy=policy, tail="keep", on_overflow="extra_chunk")
     assert ids(ds) != ids(sized(110, None, policy=policy, tail="keep")), "the capacity binds"
     grain.experimental.assert_equal_output_after_checkpoint(ds)
