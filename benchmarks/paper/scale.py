@@ -26,12 +26,12 @@ ARMS: dict[str, tuple[str, int, bool]] = {
     "windowed": ("windowed", 1, False),
     "streaming": ("streaming", 1, False),
     "streaming, prior": ("streaming", 1, True),
-    "windowed, 8 devices a stream": ("windowed", DEVICES, False),
-    "streaming, prior, 8 devices a stream": ("streaming", DEVICES, True),
+    "windowed, pooled": ("windowed", DEVICES, False),
+    "streaming, prior, pooled": ("streaming", DEVICES, True),
 }
 """Policy, ranks that share a stream's pool, and whether it has a prior."""
 LINE_COLORS = dict(zip(ARMS, ("#7f7f7f", "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#B38600"), strict=True))
-AT_MOST_RANKS = {"streaming": 512, "streaming, prior, 8 devices a stream": 512}
+AT_MOST_RANKS = {"streaming": 512, "streaming, prior, pooled": 512}
 """The largest job is left to the arms that need it: it takes minutes."""
 
 
@@ -104,7 +104,7 @@ def make(setting: Setting) -> Page:
     )
     text = f"""\
 Sync waste on `{CORPUS}`, the median of the 13 corpora by the variation of its lengths: pack {PACK}, independent
-draws, cost of `{MODEL}`. *8 devices a stream*: a host plans one pool for its 8 devices.
+draws, cost of `{MODEL}`. *Pooled*: a host plans one pool for its 8 devices.
 
 {summary} Simulating {STEPS} steps at {most:,} ranks ({most * STEPS * PACK / 1e6:.0f} million records) took
 {streaming["seconds"]:.0f} s with {setting.workers} processes and at most {peak_gib:.1f} GiB together, by the

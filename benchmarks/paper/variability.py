@@ -88,10 +88,10 @@ lookahead {LOOKAHEAD}, independent draws, cost of `{MODEL}`. Published: up to {p
 public workloads. The ceiling of any windowed policy on independent records is 1 - 1/sqrt({LOOKAHEAD}) =
 {percent(1 - LOOKAHEAD**-0.5)}.
 
-Windowed: {setting.steps(WINDOWS * LOOKAHEAD) // LOOKAHEAD} windows on each of 2 ranks, the whole job. Streaming: 4
-ranks, *steady*, steps {STEADY[0]:,} to {STEADY[1]:,} of a job of {STEADY_JOB:,} steps, without and with a cost prior.
-A prior aligns the ranks with each other (it lowers waste, table e); this table counts how one rank's packs vary over
-time.
+Windowed: {setting.steps(WINDOWS * LOOKAHEAD) // LOOKAHEAD} windows on each of 2 ranks, the whole job.
+Streaming: 4 ranks, *steady*, steps {STEADY[0]:,} to {STEADY[1]:,} of a job of {STEADY_JOB:,} steps, without and
+with a cost prior. A prior aligns the ranks with each other (it lowers waste, table e); this table counts how
+one rank's packs vary over time.
 
 {summary} A workload is light-tailed here if its dearest record costs less than {LIGHT} of a mean pack;
 workloads are sorted by that ratio. A record dearer than a pack can't be balanced by anybody.
