@@ -76,8 +76,8 @@ def make(setting: Setting) -> Page:
         sum(case["largest_pack"][cap]["chunks"] == case["most"] for case in cases) for cap in ("none", "p99")
     )
     summary = (
-        f"Without a cap row-packed chunks fit at any pack size in {chunked} of {len(cases)} cases, with a cap at p99 in "
-        f"{capped}; padded packs without a cap fit up to {min(padded)} to {max(padded)} records."
+        f"Without a cap row-packed chunks fit at any pack size in {chunked} of {len(cases)} cases, with a cap at p99 "
+        f"in {capped}; padded packs without a cap fit up to {min(padded)} to {max(padded)} records."
     )
     images = "\n\n".join(f"![memory of a pack, {CASES[i][0]}](memory-{CASES[i][0]}.png)" for i in DRAWN)
     text = f"""\
