@@ -158,7 +158,7 @@ def test_each_shuffled_epoch_holds_every_record_once() -> None:
     dealt = streams_of("shuffled", streams=3, records=14, population=np.arange(1, 22))
     flat = [length for row in zip(*dealt, strict=True) for length in row]
     assert sorted(flat[:21]) == sorted(flat[21:]) == list(range(1, 22))
-    assert flat[:21] != flat[21:]
+    assert list(range(1, 22)) != flat[:21] != flat[21:] != list(range(1, 22))
     assert dealt == streams_of("shuffled", streams=3, records=14, population=np.arange(1, 22))
 
 
