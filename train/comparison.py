@@ -1,9 +1,10 @@
-"""What balancing would do for a job of many ranks: the run's policy against arrival order, on the same records."""
+"""What balancing would do for a job of many ranks: every policy, on the same records."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
@@ -56,7 +57,7 @@ class Comparison:
 def compare_policies(
     lengths: Sequence[int], job: JobSize, *, ranks: int, balance: BalanceConfig, lay_out: LayOut, seed: int
 ) -> Comparison:
-    """Plans the job for `ranks` ranks, each with a stream of its own, by the run's policy and in arrival order.
+    """Plans the job for `ranks` ranks, each with a stream of its own, by every policy.
 
     The records come as the trainer's pipeline deals them out: each epoch shuffled as a whole.
 
@@ -69,7 +70,6 @@ def compare_policies(
         seed: Key of the shuffle.
     """
     streams = np.array([list(arrivals(lengths, job, seed=seed, shard=rank, num_shards=ranks)) for rank in range(ranks)])
-    policies: tuple[Policy, ...] = ("arrival", "windowed" if balance.policy == "arrival" else balance.policy)
     simulations = {
         policy: simulate(
             PlannerConfig(
@@ -84,7 +84,7 @@ def compare_policies(
             lay_out.cost,
             lay_out.layout,
         )
-        for policy in policies
+        for policy in get_args(Policy)
     }
     check_comparable({policy: simulation.estimated for policy, simulation in simulations.items()})
     return Comparison(simulations, job, ranks)

@@ -18,8 +18,8 @@ from train.prepare import Prepared, Say
 SUMMARY_FILE = "summary.json"
 
 
-def compare_with_arrival(prepared: Prepared) -> Comparison:
-    """Simulates the run's policy and arrival order on the training records, for more ranks than this machine has."""
+def compare_all(prepared: Prepared) -> Comparison:
+    """Simulates every policy on the training records, for more ranks than this machine has."""
     config = prepared.config
     ranks = config.runtime.simulated_ranks
     job = job_size(
@@ -42,7 +42,7 @@ def compare_with_arrival(prepared: Prepared) -> Comparison:
 def report(prepared: Prepared, outcome: Outcome, run_dir: Path, say: Say = print) -> dict[str, Any]:
     """Prints the run's result, writes `summary.json` and draws `run.png`; returns the summary."""
     events = read_events(run_dir)
-    comparison = compare_with_arrival(prepared)
+    comparison = compare_all(prepared)
     draw_run(
         run_dir / PLOT_FILE,
         pack_costs={policy: simulation.estimated for policy, simulation in comparison.simulations.items()},
