@@ -114,8 +114,17 @@ def prior_of(workload: str, pack_size: int = PACK) -> CostPrior:
     return corpus_prior(population(workload), COST, cost=f"transformer:{MODEL}", pack_size=pack_size).prior
 
 
-def best_row_length(policy: str, job: Job, lengths: Sequence[int], **settings: Any) -> int:
-    """Returns the row length of the least executed cost: plans once, lays out with each."""
+def executed_by_row_length(
+    policy: str, job: Job, lengths: Sequence[int], **settings: Any
+) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
+    """Returns for each row length the executed cost of the dearest rank, [steps]: plans once, lays out with each.
+
+    Args:
+        policy: One of the planner's.
+        job: A trial, with a stream for each rank.
+        lengths: Lengths to try.
+        settings: The policy's.
+    """
     config = PlannerConfig(
         policy=policy,  # type: ignore[arg-type]
         pack_size=job.pack_size,
@@ -131,7 +140,22 @@ def best_row_length(policy: str, job: Job, lengths: Sequence[int], **settings: A
             layout = RowPackedLayout(length=length, rows_per_chunk=1)
             costs = [chunks_cost(job.cost, layout.chunk_shapes(pack), pack, job.kernel) for pack in packs]
             np.maximum(dearest, costs, out=dearest)
-    return min(lengths, key=lambda length: float(executed[length].sum()))
+    return executed
+
+
+def best_row_length(executed: dict[int, np.ndarray[Any, np.dtype[np.float64]]], *, trials_per_step: int = 1) -> int:
+    """Returns the row length of the least cost.
+
+    Args:
+        executed: As `executed_by_row_length` returns it.
+        trials_per_step: Steps of the trial that stand for one of the job, where that has so many times as many ranks.
+    """
+
+    def cost(length: int) -> float:
+        steps = executed[length]
+        return float(np.maximum.reduceat(steps, range(0, steps.size, trials_per_step)).sum())
+
+    return min(executed, key=cost)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -149,6 +173,7 @@ __all__ = [
     "Page",
     "Setting",
     "best_row_length",
+    "executed_by_row_length",
     "geometric_mean",
     "make_job",
     "make_steady_job",

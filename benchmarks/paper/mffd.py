@@ -18,6 +18,7 @@ from benchmarks.paper.common import (
     Page,
     Setting,
     best_row_length,
+    executed_by_row_length,
     geometric_mean,
     make_job,
     population,
@@ -57,7 +58,9 @@ def _figures(corpus: str, *, setting: Setting) -> dict[str, Any]:
     best = min(well_fed, key=lambda bins: well_fed[bins].arm().executed_step_cost or np.inf)
     best_real = min(well_fed, key=lambda bins: well_fed[bins].arm().step_cost)
     lengths = row_lengths(sizes, pack_size=pack, multiple_of=64, most=24)
-    row_length = best_row_length("streaming", trial(), lengths, lookahead=LOOKAHEAD, prior=prior)
+    row_length = best_row_length(
+        executed_by_row_length("streaming", trial(), lengths, lookahead=LOOKAHEAD, prior=prior)
+    )
     laid_out = job(layout=_rows(row_length))
     arms = {
         "arrival": run("arrival", laid_out),

@@ -21,6 +21,7 @@ from benchmarks.paper.common import (
     Page,
     Setting,
     best_row_length,
+    executed_by_row_length,
     geometric_mean,
     make_job,
     population,
@@ -30,7 +31,8 @@ from benchmarks.paper.common import run_policy as run
 
 RANKS = (8, 16, 32)
 STEPS = 256
-TRIAL_STEPS = 96
+TRIAL_RANKS = 8
+TRIAL_STEPS = 128
 GRAIN_STEPS = 64
 GRAIN_RANKS = (8, 32)
 LOOKAHEAD = 32
@@ -43,18 +45,20 @@ def _figures(workload: str, *, setting: Setting) -> list[dict[str, Any]]:
     """Returns the figures at each number of ranks. Each side has its own best row length, found on other draws."""
     sizes = population(workload)
     bcl: dict[str, Any] = {"lookahead": LOOKAHEAD, "prior": prior_of(workload)}
-    trial = make_job(workload, ranks=8, steps=TRIAL_STEPS, seed=1, kernel="segments")
-    lengths = row_lengths(sizes, pack_size=PACK, multiple_of=64, most=24)
-    arrival_rows, bcl_rows = (
-        RowPackedLayout(length=best_row_length(policy, trial, lengths, **settings), rows_per_chunk=1)
-        for policy, settings in (("arrival", {}), ("streaming", bcl))
-    )
+    trial = make_job(workload, ranks=TRIAL_RANKS, steps=TRIAL_STEPS, seed=1, kernel="segments")
+    lengths = row_lengths(sizes, pack_size=PACK, multiple_of=64, most=12)
+    arms: dict[str, dict[str, Any]] = {"arrival": {}, "windowed": {"lookahead": LOOKAHEAD}, "streaming": bcl}
+    tried = {policy: executed_by_row_length(policy, trial, lengths, **settings) for policy, settings in arms.items()}
     rows = []
     for ranks in RANKS:
         job = functools.partial(make_job, workload, ranks=ranks, steps=setting.steps(STEPS), kernel="segments")
-        arrival = run("arrival", job(layout=arrival_rows)).arm()
-        windowed = run("windowed", job(layout=bcl_rows), lookahead=LOOKAHEAD).arm()
-        streaming = run("streaming", job(layout=bcl_rows), **bcl).arm()
+        layouts = {
+            policy: RowPackedLayout(length=best_row_length(of, trials_per_step=ranks // TRIAL_RANKS), rows_per_chunk=1)
+            for policy, of in tried.items()
+        }
+        arrival, windowed, streaming = (
+            run(policy, job(layout=layouts[policy]), **settings).arm() for policy, settings in arms.items()
+        )
         figures: dict[str, Any] = {
             "workload": workload,
             "ranks": ranks,
@@ -65,7 +69,7 @@ def _figures(workload: str, *, setting: Setting) -> list[dict[str, Any]]:
         }
         if workload in GRAIN_CORPORA and ranks in GRAIN_RANKS:
             short = functools.partial(make_job, workload, ranks=ranks, steps=GRAIN_STEPS, kernel="segments")
-            balanced = run("streaming", short(layout=bcl_rows), **bcl).arm()
+            balanced = run("streaming", short(layout=layouts["streaming"]), **bcl).arm()
             figures["grain_records_cv"] = _records_cv(short())
             for algorithm in ("first-fit", "best-fit"):
                 figures[f"grain_{algorithm}"] = speedup(run(f"grain-{algorithm}", short()).arm(), balanced)
