@@ -1,6 +1,7 @@
 """Batch Cost Lookahead for Grain: even training steps from records of uneven cost."""
 
 from bcl_grain.caps import CapReport, cap_oversize, fit_cap
+from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
 from bcl_grain.costs import CostFit, CostFn, TransformerCost, fit_cost, token_cost
 from bcl_grain.dataset import BatchCostLookaheadIterDataset
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
@@ -14,6 +15,7 @@ __all__ = [
     "CapReport",
     "CostFit",
     "CostFn",
+    "CostPrior",
     "Layout",
     "PaddedLayout",
     "PlannerConfig",
@@ -22,6 +24,7 @@ __all__ = [
     "Telemetry",
     "TransformerCost",
     "cap_oversize",
+    "estimate_cost_prior",
     "fit_cap",
     "fit_cost",
     "fit_shape",
