@@ -150,7 +150,9 @@ def verdict(profile: LengthProfile, *, ranks: int, pack_size: int, lookahead: in
             f"The dearest record costs as much as {profile.outlier_packs:.1f} mean packs: no partition of such packs "
             "balances it; raise the pack size, or cap records (`boundary` shows what a cap touches)."
         )
-    if profile.clumping is not None and profile.clumping > 2:
+    # For random order the figure has mean 1 and variance 2 / (packs - 1).
+    chance = 1 + 4 * np.sqrt(2 / max(1, profile.records // pack_size - 1))
+    if profile.clumping is not None and profile.clumping > max(2, chance):
         sentences.append(
             f"The file is sorted or grouped: packs of neighbours vary {profile.clumping:.1f} times as much as packs of "
             "random records. Shuffle before sharding."

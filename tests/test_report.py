@@ -137,6 +137,8 @@ def test_the_verdict_follows_the_figures(profile: LengthProfile) -> None:
     assert "2.5 mean packs" in outlier
     (sorted_file,) = (s for s in make_profile(profile, clumping=9.0) if "Shuffle" in s)
     assert "9.0 times" in sorted_file
+    few = make_profile(profile, clumping=3.1, records=64)
+    assert not any("Shuffle" in sentence for sentence in few)  # 4 packs can differ as much by chance
 
 
 def test_a_sorted_file_is_noticed_and_a_shuffled_one_is_not(tmp_path: Path) -> None:
