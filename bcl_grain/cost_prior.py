@@ -25,7 +25,7 @@ class CostPrior:
     """The mean cost of a record, as evidence: data that contradicts it wins in the end.
 
     It must be the same on every host. Its error is then common to all streams and makes no rank wait for another; it
-    only fills or drains the pools. That is why it pays more than an equally precise estimate of each stream's own.
+    only fills or drains the pools.
 
     Attributes:
         mean: Mean of `min(cost, ceiling)`, positive.

@@ -30,8 +30,7 @@ BoolArray = npt.NDArray[np.bool_]
 # The constants are dimensionless; docs/policies.md gives the argument and docs/log.md the measurement behind each.
 SPRING = 0.01  # share of the pool's deviation that a cycle's packs give back where the end is not in sight
 RELEASE = 0.5  # the same as a share of pool / remaining records, where it is
-PRIOR_TRUST = 10.0  # a prior's error is common to all ranks, so it counts for more than its records
-PRIOR_STRAIN = 0.5  # how far a wrong prior may push the pool's mean, in standard deviations of a record
+PRIOR_STRAIN = 0.25  # how far a wrong prior may push the pool's mean, in standard deviations of a record
 DRIFT_MEMORY = 0.25  # weight of the newest cohort in the drift statistic
 DRIFT_BEGINS, DRIFT_ENDS = 5.0, 10.0  # where the target starts to follow the pool, and where it is the pool's mean
 AGE_PULL = 0.2  # how much likelier a record is chosen for each cycle that it has waited
@@ -167,7 +166,7 @@ def _target(
     mean, own_share = memory.cost_sum / read, 1.0
     if prior is not None:
         variance = _variance(ascending)
-        counts_for = PRIOR_TRUST * prior.records
+        counts_for = float(prior.records)
         # How far the prior must be off, beyond two standard errors of the stream's own mean.
         error_square = (mean - prior.mean) ** 2 - 4 * variance / read
         if error_square > 0:

@@ -288,6 +288,7 @@ def main() -> None:
             rows = over((*CORPORA, *MORE_NATURAL), natural, shape)
             figures[f"{label}, natural order"] = rows = {name: row for name, row in rows.items() if row}
             table(f"{label}, one epoch in file order: sync waste", rows)
+            write_result("streaming", figures)  # an interrupted run leaves what it has
         rows = over(CORPORA, one_host, SHAPES["pack 64, k 8"], 160)
         table("pack 64, k 8, one host with 8 devices, 160 steps: sync waste", rows)
         figures["one host"] = rows
