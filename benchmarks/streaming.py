@@ -2,7 +2,8 @@
 
 Counts as the design says: all arms get the same records in the same number of steps, which is checked; start and
 flush belong to a job; waste is estimated waiting, in units of windowed's with shuffled order. Reads real lengths from
-`../shared/data/lengths` beside the checkout. About 10 minutes on two idle cores; `--quick` takes one seed and short jobs.
+`../shared/data/lengths` beside the checkout. About 10 minutes on two idle cores; `--quick` takes one seed and short
+jobs.
 """
 
 from __future__ import annotations
