@@ -9,8 +9,10 @@ import json
 import os
 from typing import Any
 
+# Only as a program: collecting doctests imports this file too, and must not change the devices of the other tests.
 # Unoptimised code: every device has programs of its own to compile.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 import jax
 import numpy as np
