@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-MARGINS = (0.005, 0.015, 0.03)
+MARGINS = (0.005, 0.015, 0.03, 0.05)
 """How much larger than the average pack its rows are together."""
 
 
@@ -33,7 +33,7 @@ def row_lengths(
         At least the shortest length that holds every record, even where it is above `longest_row`.
 
     >>> row_lengths(np.array([100, 200, 300, 500]), pack_size=8, most=4)
-    [512, 640, 768, 1152]
+    [512, 640, 768, 896]
     """
     shortest = _round_up(int(sizes.max()), multiple_of)
     average = pack_size * float(sizes.mean())

@@ -28,7 +28,7 @@ from benchmarks.paper.common import run_policy as run
 
 RANKS = 8
 STEPS = 1_000
-TRIAL_STEPS = 160
+TRIAL_STEPS = 400
 LOOKAHEAD = 32
 RECIPE_BINS = 8_192
 WELL_FED_BINS = 7

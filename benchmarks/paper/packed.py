@@ -32,7 +32,7 @@ from benchmarks.paper.common import run_policy as run
 RANKS = (8, 16, 32)
 STEPS = 256
 TRIAL_RANKS = 8
-TRIAL_STEPS = 128
+TRIAL_STEPS = 256
 GRAIN_STEPS = 64
 GRAIN_RANKS = (8, 32)
 LOOKAHEAD = 32
