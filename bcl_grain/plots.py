@@ -198,9 +198,10 @@ def draw_boundary(directory: str, boundary: Boundary, *, budget_gib: float, usab
         ax.annotate(
             f"budget {budget_gib:g} GiB (reserve shaded)",
             (1, budget_gib),
-            xytext=(0, 3),
+            xytext=(0, 5),
             textcoords="offset points",
             fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")

@@ -22,6 +22,7 @@ from bcl_grain.models import KNOWN_MODELS
 from bcl_grain.planner import PlannerConfig
 from bcl_grain.priors import corpus_prior
 from bcl_grain.simulate import chunks_cost, plan_stream
+from bcl_grain.tally import Tally
 
 MODEL = "llama-3.1-8b"
 COST = KNOWN_MODELS[MODEL].cost()
@@ -158,6 +159,11 @@ def best_row_length(executed: dict[int, np.ndarray[Any, np.dtype[np.float64]]], 
     return min(executed, key=cost)
 
 
+def waste(tally: Tally) -> float:
+    """Returns the sync waste over the steps of interest."""
+    return tally.arm().sync_waste
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Returns the geometric mean."""
     return float(np.exp(np.mean(np.log(values))))
@@ -180,4 +186,5 @@ __all__ = [
     "population",
     "prior_of",
     "run_policy",
+    "waste",
 ]

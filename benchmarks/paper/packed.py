@@ -170,7 +170,9 @@ def _draw(setting: Setting, by_place: dict[tuple[str, int], dict[str, Any]], ord
         else:
             ax.plot(RANKS, values, "-", color="#bbbbbb", linewidth=0.9, zorder=0)
     ax.axhspan(*PAPER, color=COLORS["windowed"], alpha=0.08, linewidth=0)
-    ax.annotate("published range", (RANKS[0], PAPER[1]), xytext=(2, -12), textcoords="offset points", fontsize=9)
+    ax.annotate(
+        "published range", (RANKS[-1], PAPER[1]), xytext=(-2, -12), textcoords="offset points", fontsize=9, ha="right"
+    )
     ax.set_xscale("log", base=2)
     ax.set_xticks(RANKS, [str(ranks) for ranks in RANKS])
     ax.minorticks_off()

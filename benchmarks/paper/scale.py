@@ -9,7 +9,18 @@ from typing import Any
 
 from bcl_grain.plots import label_lines, new_figure, save
 from bcl_grain.report import markdown_table, percent
-from benchmarks.paper.common import MODEL, PACK, STEADY, Page, Setting, make_job, make_steady_job, prior_of
+from benchmarks.paper.common import (
+    MODEL,
+    PACK,
+    STEADY,
+    STEADY_JOB,
+    Page,
+    Setting,
+    make_job,
+    make_steady_job,
+    prior_of,
+    waste,
+)
 from benchmarks.paper.common import run_policy as run
 
 CORPUS = "alpaca_eval_outputs"
@@ -31,8 +42,6 @@ ARMS: dict[str, tuple[str, int, bool]] = {
 }
 """Policy, ranks that share a stream's pool, and whether it has a prior."""
 LINE_COLORS = dict(zip(ARMS, ("#7f7f7f", "#0072B2", "#D55E00", "#CC79A7", "#009E73", "#B38600"), strict=True))
-AT_MOST_RANKS = {"streaming": 512, "streaming, prior, pooled": 512}
-"""The largest job is left to the arms that need it: it takes minutes."""
 
 
 def _settings(arm: str, lookahead: int) -> dict[str, Any]:
@@ -71,9 +80,8 @@ def make(setting: Setting) -> Page:
     by_ranks = []
     for ranks in RANKS if setting.scale == 1 else RANKS[:-1]:
         for arm in ARMS:
-            if ranks <= AT_MOST_RANKS.get(arm, ranks):
-                by_ranks.append(_by_ranks(arm, ranks, setting))
-                print(f"  {arm}, {ranks} ranks: {by_ranks[-1]['seconds']:.0f} s", flush=True)
+            by_ranks.append(_by_ranks(arm, ranks, setting))
+            print(f"  {arm}, {ranks} ranks: {by_ranks[-1]['seconds']:.0f} s", flush=True)
     place = {(row["arm"], row["ranks"]): row for row in by_ranks}
     most = max(row["ranks"] for row in by_ranks)
     _draw(setting, place, sweep)
@@ -130,6 +138,35 @@ Arrival: {percent(by_lookahead["arrival", 1], 2)}.
 """
     data = {"corpus": CORPUS, "ranks": by_ranks, "lookahead": sweep, "peak_gib": peak_gib}
     return Page("scale", "(e) Scale and lookahead", text, data, summary)
+
+
+def make_steady(setting: Setting) -> Page:
+    """Returns the page of the steady waste of many ranks, which takes too long for the others' company."""
+    few, many = 8, RANKS[-1] if setting.scale == 1 else RANKS[-2]
+    rows: list[dict[str, Any]] = []
+    for arm, ranks in (("windowed", few), ("streaming, prior", few), ("streaming, prior", many)):
+        begin = time.monotonic()
+        job = make_steady_job(CORPUS, ranks=ranks, setting=setting)
+        tally = run(ARMS[arm][0], job, workers=setting.workers, **_settings(arm, LOOKAHEAD))
+        seconds = time.monotonic() - begin
+        rows.append({"arm": arm, "ranks": ranks, "steady_waste": waste(tally), "seconds": seconds})
+        print(f"  {arm}, {ranks} ranks: {seconds:.0f} s", flush=True)
+    table = markdown_table(
+        ("arm", "ranks", "steady waste"),
+        [(row["arm"], f"{row['ranks']:,}", percent(row["steady_waste"], 2)) for row in rows],
+    )
+    summary = (
+        f"Steady, streaming with a prior wastes {percent(rows[2]['steady_waste'], 2)} at {many:,} ranks, windowed "
+        f"{percent(rows[0]['steady_waste'], 2)} at {few} with the same lookahead of {LOOKAHEAD}."
+    )
+    text = f"""\
+As in (e), but steady: steps {STEADY[0]:,} to {STEADY[1]:,} of a job of {setting.steps(STEADY_JOB):,} steps.
+
+{summary} The last row is {many * setting.steps(STEADY_JOB) * PACK / 1e6:,.0f} million records.
+
+{table}
+"""
+    return Page("steady", "(e, steady) Many ranks in the long run", text, {"rows": rows}, summary)
 
 
 def _draw(setting: Setting, place: dict[tuple[str, int], dict[str, Any]], sweep: list[dict[str, Any]]) -> None:

@@ -129,5 +129,5 @@ def _draw(setting: Setting, rows: Sequence[dict[str, Any]]) -> None:
     ax.set_yticks(places, [row["workload"] for row in rows], fontsize=8)
     ax.set_xlim(right=100)
     ax.set(xlabel="reduction of the CV of pack cost against order of arrival, %")
-    ax.legend(loc="lower left", fontsize=9, frameon=False)
+    ax.legend(loc="center", bbox_to_anchor=(0.65, 0.5), fontsize=9, frameon=False)
     save(figure, setting.directory, "variability.png")
