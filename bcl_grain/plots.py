@@ -195,14 +195,6 @@ def draw_boundary(directory: str, boundary: Boundary, *, budget_gib: float, usab
             ends[layout] = (cells[-1].pack_size, cells[-1].peak_gib)
         ax.axhspan(usable_gib, budget_gib, color="black", alpha=0.12, linewidth=0)
         ax.axhline(budget_gib, color="black", linewidth=1)
-        ax.annotate(
-            f"budget {budget_gib:g} GiB (reserve shaded)",
-            (1, budget_gib),
-            xytext=(0, 5),
-            textcoords="offset points",
-            fontsize=9,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-        )
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         heading = f"no cap (longest {effect.cap:,})" if cap == "none" else f"cap {cap} = {effect.cap:,}"
@@ -212,7 +204,7 @@ def draw_boundary(directory: str, boundary: Boundary, *, budget_gib: float, usab
     limits = [min(ax.get_ylim()[0] for ax in axes), max(ax.get_ylim()[1] for ax in axes)]
     for ax in axes:
         ax.set_ylim(limits)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(f"{title}; black line: {budget_gib:g} GiB, the part kept in reserve shaded", fontsize=10)
     figure.canvas.draw()
     for draw in lines:
         draw()

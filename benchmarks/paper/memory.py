@@ -77,7 +77,8 @@ def make(setting: Setting) -> Page:
     )
     summary = (
         f"Without a cap row-packed chunks fit at any pack size in {chunked} of {len(cases)} cases, with a cap at p99 "
-        f"in {capped}; padded packs without a cap fit up to {min(padded)} to {max(padded)} records."
+        f"in {capped}; the largest padded pack without a cap has {min(padded)} to "
+        f"{max(padded)} records."
     )
     images = "\n\n".join(f"![memory of a pack, {CASES[i][0]}](memory-{CASES[i][0]}.png)" for i in DRAWN)
     text = f"""\
