@@ -11,7 +11,6 @@ and plans again.
 
 from __future__ import annotations
 
-import base64
 import copy
 import dataclasses
 import time
@@ -41,11 +40,10 @@ from bcl_grain.planner import (
     records_wanted,
     state_at,
 )
+from bcl_grain.saved_state import check_state, cycle_part, decode_live, encode_live, full_state
 from bcl_grain.telemetry import Telemetry
 
 T = TypeVar("T")
-
-STATE_VERSION = 1
 
 
 class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
@@ -207,7 +205,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         self._snapshots = {first: copy.deepcopy(self._source.get_state())}  # parent states at cohort starts
         self._boundary = -1
         self._unread = (first, live) if first < pool.read else None
-        self._origin = self._make_origin(first, live)
+        self._cycle_part = self._part(first, live)
 
     def __next__(self) -> list[T]:
         self._assert_not_closed()
@@ -308,13 +306,13 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
 
     def _read_again(self, first: int, live: str) -> None:
         """Reads the records that were in the pool at the checkpoint, and drops those that were out already."""
-        bits = np.unpackbits(np.frombuffer(base64.b64decode(live), np.uint8), count=self._pool.read - first)
+        positions = decode_live(live, first=first, read=self._pool.read)
+        kept = frozenset(positions.tolist())
         for position in range(self._position, self._pool.read):
             if not self._fetch():
                 raise _shrunk(position)
-            if not bits[position - first]:
+            if position not in kept:
                 del self._records[position]
-        positions = np.flatnonzero(bits) + first
         costs = [checked_cost(self._cost_fn, self._records[p], p) for p in positions.tolist()]
         sizes: list[int] = []
         if self._size_fn is not None:
@@ -344,33 +342,23 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         if first not in self._snapshots:  # nothing was read ahead: the parent stands there
             self._snapshots[first] = copy.deepcopy(self._source.get_state())
         self._snapshots = {start: state for start, state in self._snapshots.items() if start >= first}
-        bits = np.zeros(self._pool.read - first, np.uint8)
-        bits[live - first] = 1
-        self._origin = self._make_origin(first, base64.b64encode(np.packbits(bits).tobytes()).decode())
+        self._cycle_part = self._part(first, encode_live(live, first=first, read=self._pool.read))
 
-    def _make_origin(self, first: int, live: str) -> dict[str, Any]:
-        """Returns the part of the state that stays the same during a cycle."""
-        return {
-            "version": STATE_VERSION,
-            "settings": self._config.describe(),
-            "parent": self._snapshots[first],
-            "first": first,
-            "live": live,
-            **self._pool.scalars(),
-        }
+    def _part(self, first: int, live: str) -> dict[str, Any]:
+        return cycle_part(self._config, self._pool, parent=self._snapshots[first], first=first, live=live)
 
     def get_state(self) -> dict[str, Any]:
         """Returns a JSON-safe state of constant structure that holds no record."""
         digest = self._digest if self._next_pack else 0  # the plan of an untouched cycle binds nobody
-        return {**self._origin, "next_pack": self._next_pack, "digest": digest}
+        return full_state(self._cycle_part, next_pack=self._next_pack, digest=digest)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores a state; reads nothing.
 
         Raises:
-            ValueError: If the state is not one of ours, or comes from other settings.
+            ValueError: If the state is not one of ours, comes from other settings, or is damaged.
         """
-        self._check_state(state)
+        check_state(state, self.get_state())
         self._astray = True  # until it is done: if the parent refuses its state, this iterator goes on where it was
         self._source.set_state(copy.deepcopy(state["parent"]))
         self._start(
@@ -380,24 +368,6 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
             next_pack=state["next_pack"],
             digest=state["digest"],
         )
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        mine = self.get_state()
-        if not isinstance(state, Mapping) or state.keys() != mine.keys():
-            found = sorted(state) if isinstance(state, Mapping) else type(state).__name__
-            raise ValueError(
-                f"not a state of this transformation: expected the keys {sorted(mine)}, got {found}. Was the "
-                "checkpoint written by another pipeline?"
-            )
-        if state["version"] != STATE_VERSION:
-            raise ValueError(f"state has version {state['version']!r}, this release reads version {STATE_VERSION}")
-        if state["settings"] != mine["settings"]:
-            pairs = zip(str(state["settings"]).split(), mine["settings"].split(), strict=False)
-            changes = ", ".join(f"{then} became {now}" for then, now in pairs if then != now)
-            raise ValueError(
-                f"state comes from other settings ({changes or state['settings']}): restore with the settings it was "
-                "saved with"
-            )
 
     def _get_next_index(self) -> int:
         return self._pool.emitted + self._next_pack

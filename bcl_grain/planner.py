@@ -18,169 +18,56 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from bcl_grain import streaming
-from bcl_grain.capacity import FILLER_SIZE, Capacity, checked_capacity, fit_packs, overflow
-from bcl_grain.cost_prior import CostPrior
+from bcl_grain.capacity import FILLER_SIZE, fit_packs, overflow
 from bcl_grain.partition import balanced_partition
+from bcl_grain.planner_config import OnOverflow, Order, PlannerConfig, Policy, Tail
+from bcl_grain.pool_state import (
+    PoolState,
+    cohort_start,
+    cohorts,
+    cycle_records,
+    finished,
+    initial_state,
+    records_wanted,
+    state_at,
+)
+
+# The planner's front door: its users find settings and state here too.
+__all__ = [
+    "FILLER",
+    "Cycle",
+    "OnOverflow",
+    "Order",
+    "PlannerConfig",
+    "Policy",
+    "PoolState",
+    "Tail",
+    "cohort_start",
+    "finished",
+    "initial_state",
+    "plan_cycle",
+    "plan_digest",
+    "records_wanted",
+    "state_at",
+]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-Policy = Literal["arrival", "windowed", "streaming"]
-Order = Literal["shuffled", "aligned"]
-Tail = Literal["drop", "keep", "pad"]
-OnOverflow = Literal["error", "extra_chunk"]
-
 FILLER = -1
 """Stands for a weightless record in a pack: with `tail="pad"` where the stream has too few records."""
 
-
 END_POOLS = 8  # with so many pools yet to come, a capacity makes `streaming` empty its carry of large records
 END_FILL = 0.85  # how full packs of the carry would be then
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannerConfig:
-    """What a plan depends on, besides the costs.
-
-    Attributes:
-        pack_size: Records in a pack.
-        packs_per_step: Packs of this stream that one step consumes: the local devices it feeds.
-        lookahead: Pool length in steps. The pool holds `pack_size * packs_per_step * lookahead` records.
-        policy: `arrival` takes consecutive records (the baseline); `windowed` partitions one full pool after the
-            other into packs of balanced cost; `streaming` aims every pack at the long-run mean and carries half of
-            the pool from cycle to cycle (see `bcl_grain.streaming`).
-        order: In which order a cycle's steps come. `shuffled`: independently on every stream. `aligned`: ranked by
-            cost and placed by a permutation that is alike on all streams with the same seed, so that the dearest
-            steps of all ranks meet. Arrival keeps the order of arrival.
-        tail: What happens to arrivals that don't fill a step when the stream ends: `drop` them before planning,
-            `keep` them as a short last step, or `pad` the last step with weightless records.
-        num_packs: Packs that the stream gives in all, a multiple of `packs_per_step`; the same on every rank, from
-            the global record count. Default: as many as the stream fills.
-        seed: Key of the order.
-        max_age: `streaming`: a record comes out at most so many cycles after it was read.
-        prior: `streaming`: what is known of the mean cost beforehand, alike on all streams.
-        capacity: What a pack may hold, cost being the objective: a number of tokens in all, or the (rows, length)
-            of a `RowPackedOneShapeLayout`, which then holds every pack. It goes before `max_age`. Arrival, which
-            moves no record, is only checked. With `num_packs`, `streaming` prepares for its last pool, which can
-            exchange with nothing: without it that one is over the capacity more often.
-        on_overflow: What happens if no packs within the capacity are found: an `error` before any pack of the
-            cycle comes out, or packs that are too large and need an `extra_chunk` of a layout that has such.
-
-    Raises:
-        ValueError: If a value is out of range; the message shows it.
-    """
-
-    pack_size: int
-    packs_per_step: int = 1
-    lookahead: int = 32
-    policy: Policy = "windowed"
-    order: Order = "shuffled"
-    tail: Tail = "drop"
-    num_packs: int | None = None
-    seed: int = 0
-    max_age: int = 16
-    prior: CostPrior | None = None
-    capacity: Capacity | None = None
-    on_overflow: OnOverflow = "error"
-
-    def __post_init__(self) -> None:
-        least_values = (("pack_size", 1), ("packs_per_step", 1), ("lookahead", 1), ("seed", 0), ("max_age", 1))
-        for name, least in least_values:
-            object.__setattr__(self, name, _integer(name, getattr(self, name), least))
-        choices = (("policy", Policy), ("order", Order), ("tail", Tail), ("on_overflow", OnOverflow))
-        for name, allowed in choices:
-            if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
-        if self.capacity is not None:
-            object.__setattr__(self, "capacity", checked_capacity(self.capacity))
-        if self.num_packs is not None:
-            object.__setattr__(self, "num_packs", _integer("num_packs", self.num_packs, 1))
-            if self.num_packs % self.packs_per_step:
-                raise ValueError(
-                    f"num_packs {self.num_packs} is not a multiple of packs_per_step {self.packs_per_step}: the "
-                    "last step would not feed every device"
-                )
-
-    @property
-    def step_records(self) -> int:
-        """Records that one step consumes."""
-        return self.pack_size * self.packs_per_step
-
-    @property
-    def pool_records(self) -> int:
-        """Records that the pool holds, W in the formulas."""
-        return self.step_records * self.lookahead
-
-    def describe(self) -> str:
-        """Returns the settings as one line, `name=value` apart by spaces: a checkpoint's fingerprint.
-
-        `capacity` and `on_overflow` are left out: they may change from cycle to cycle.
-
-        >>> PlannerConfig(pack_size=4, lookahead=2).describe()[:73]
-        'pack_size=4 packs_per_step=1 lookahead=2 policy=windowed order=shuffled t'
-        """
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("capacity", "on_overflow")]
-        return " ".join(f"{name}={str(getattr(self, name)).replace(' ', '')}" for name in names)
-
-
-def _integer(name: str, value: object, least: int) -> int:
-    """Returns `value` as a Python int: states are JSON, which NumPy's integers are not."""
-    try:
-        if isinstance(value, bool) or operator.index(value) < least:  # type: ignore[arg-type]
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}") from None
-
-
-@dataclasses.dataclass(frozen=True)
-class PoolState:
-    """What a stream's planner carries from cycle to cycle.
-
-    Attributes:
-        cycle: Cycles planned so far.
-        read: Records read so far: the position of the next arrival.
-        emitted: Packs emitted so far.
-        live: [n] positions of records in the pool, ascending.
-        costs: [n] their costs.
-        cost_sum: `streaming`: see `streaming.Memory`, as for the next two.
-        ceiling: Costs above it can't be balanced.
-        drift: About 1 where records come in random order.
-        sizes: [n] sizes of the records in the pool, in tokens; empty without a capacity.
-    """
-
-    cycle: int
-    read: int
-    emitted: int
-    live: IntArray
-    costs: FloatArray
-    cost_sum: float = 0.0
-    ceiling: float = 0.0
-    drift: float = 1.0
-    sizes: IntArray = dataclasses.field(default_factory=lambda: np.empty(0, np.int64))
-
-    def scalars(self) -> dict[str, int | float]:
-        """Returns all but the live records, JSON-safe: what a checkpoint keeps of this state."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _POOL_ARRAYS}
-
-    @classmethod
-    def from_scalars(cls, scalars: Mapping[str, Any]) -> PoolState:
-        """Returns the state that `scalars` were taken from, its pool still empty."""
-        names = [f.name for f in dataclasses.fields(cls) if f.name not in _POOL_ARRAYS]
-        return cls(**{n: scalars[n] for n in names}, live=np.empty(0, np.int64), costs=np.empty(0, np.float64))
-
-
-_POOL_ARRAYS = ("live", "costs", "sizes")
 
 
 class Cycle(NamedTuple):
@@ -199,82 +86,6 @@ class Cycle(NamedTuple):
     dropped: int
     over_capacity: int = 0
     overdue: int = 0
-
-
-def initial_state(config: PlannerConfig) -> PoolState:
-    """Returns the state before the first record."""
-    del config  # every policy starts from an empty pool
-    return PoolState(0, 0, 0, np.empty(0, np.int64), np.empty(0, np.float64))
-
-
-def finished(config: PlannerConfig, state: PoolState) -> bool:
-    """Whether `num_packs` packs were emitted. Without `num_packs` only the stream's end says so."""
-    return config.num_packs is not None and state.emitted >= config.num_packs
-
-
-def records_wanted(config: PlannerConfig, state: PoolState) -> int:
-    """Returns how many new records the next cycle takes, unless the stream ends before."""
-    size = _cycle_records(config) if state.read else _first_records(config)
-    if config.num_packs is not None:
-        size = min(size, config.num_packs * config.pack_size - state.read)
-    return size
-
-
-def _first_records(config: PlannerConfig) -> int:
-    """Returns what the first cycle reads."""
-    return config.step_records if config.policy == "arrival" else config.pool_records
-
-
-def _cycle_records(config: PlannerConfig) -> int:
-    """Returns what a later cycle reads; what `streaming` emits, so that the pool stays full."""
-    if config.policy == "streaming":
-        return config.step_records * ((config.lookahead + 1) // 2)
-    return _first_records(config)
-
-
-def cohort_start(config: PlannerConfig, position: int, *, following: bool = False) -> int:
-    """Returns where the cohort of an arrival starts: the records that one cycle reads together.
-
-    Args:
-        config: The settings.
-        position: The arrival.
-        following: Return the start of the next cohort instead.
-
-    >>> cohort_start(PlannerConfig(pack_size=2, lookahead=2), 5)
-    4
-    """
-    return _start_of_cohort(config, int(_cohorts(config, np.array([position]))[0]) + following)
-
-
-def _cohorts(config: PlannerConfig, positions: IntArray) -> IntArray:
-    """Returns the number of each arrival's cohort, which is that of the cycle that read it."""
-    first, later = _first_records(config), _cycle_records(config)
-    return np.maximum(0, (positions - first) // later + 1)
-
-
-def _start_of_cohort(config: PlannerConfig, cohort: int) -> int:
-    return 0 if cohort == 0 else _first_records(config) + (cohort - 1) * _cycle_records(config)
-
-
-def state_at(config: PlannerConfig, index: int) -> tuple[PoolState, int]:
-    """Returns the state at the start of the cycle that gives pack `index`, and the pack's place in the cycle.
-
-    Raises:
-        ValueError: If `index` is negative, or the policy is `streaming`: its packs depend on all records before.
-
-    >>> state_at(PlannerConfig(pack_size=2, lookahead=4), 6)[1]
-    2
-    """
-    index = _integer("the index of a pack", index, 0)
-    if config.policy == "streaming":
-        raise ValueError(
-            f"can't go to pack {index}: with policy='streaming' packs depend on all records before; restore a saved "
-            "state instead, or use policy='windowed'"
-        )
-    records = _cycle_records(config)
-    cycle, next_pack = divmod(index, records // config.pack_size)
-    empty = initial_state(config)
-    return dataclasses.replace(empty, cycle=cycle, read=cycle * records, emitted=index - next_pack), next_pack
 
 
 def plan_cycle(
@@ -331,7 +142,7 @@ def plan_cycle(
         num_packs = state.emitted + steps.size // config.pack_size
         tail, dropped = _tail_packs(config, positions[whole:], costs[whole:], num_packs)
     if config.capacity is not None and config.policy != "arrival":
-        is_late = state.cycle - _cohorts(config, positions) >= config.max_age
+        is_late = state.cycle - cohorts(config, positions) >= config.max_age
         steps, tail, carried = _within_capacity(config, costs, sizes, positions, steps, tail, carried, is_late)
         overdue = int(np.count_nonzero(is_late[carried]))
     steps = _ordered(config, state.cycle, steps, costs)
@@ -441,7 +252,7 @@ def _learned(config: PlannerConfig, state: PoolState, costs: FloatArray, num_new
 def _carries(config: PlannerConfig, pool_records: int, read: int) -> bool:
     """Whether this cycle leaves a part of the pool to later ones: the pool is full, and more is to come."""
     more = config.num_packs is None or read < config.num_packs * config.pack_size
-    return more and pool_records == config.pool_records > _cycle_records(config)
+    return more and pool_records == config.pool_records > cycle_records(config)
 
 
 def _streaming_steps(
@@ -454,10 +265,10 @@ def _streaming_steps(
     plan, memory = streaming.plan(
         streaming.Memory(state.cost_sum, state.ceiling, state.drift),
         costs,
-        state.cycle - _cohorts(config, positions),
+        state.cycle - cohorts(config, positions),
         read=read,
         remaining=remaining,
-        num_packs=_cycle_records(config) // config.pack_size,
+        num_packs=cycle_records(config) // config.pack_size,
         pack_size=config.pack_size,
         max_age=config.max_age,
         cycle=state.cycle,

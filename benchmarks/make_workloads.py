@@ -68,6 +68,7 @@ NEMO_RL_STAND_INS = {
 }
 
 # A table knows no order, so remarks on it would mislead.
+NAMES_IN_BRACES = re.compile(r"\{[^}]*\}")  # long lists of file names
 ORDER_REMARK = re.compile(
     r"\s*\((time order|directory order|\w+ by \w+|subset of [^)]*)\)"
     r"|;\s*(natural order = [^;]*|queries of one meeting are adjacent|\w+ by \w+$)"
@@ -106,7 +107,7 @@ def read_index(path: Path) -> dict[str, dict[str, str]]:
             facts[cells[0]] = {
                 "kind": kind,
                 "description": ORDER_REMARK.sub("", RESAMPLED_FROM.sub(r"\1", description)),
-                "source": source,
+                "source": NAMES_IN_BRACES.sub("*", source),
                 "licence": re.sub(r"\s*\(lengths only[^)]*\)", " (the texts)", licence),
                 "unit": UNITS[unit],
             }

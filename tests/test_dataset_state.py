@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +274,56 @@ def test_a_state_that_is_not_ours_is_refused(foreign: Any, found: str) -> None:
     with pytest.raises(ValueError, match=rf"not a state of this transformation: expected the keys .*, got {found}\."):
         iterator.set_state(foreign)
     assert ids(iterator) == ids(pipeline(NUM_RECORDS))
+
+
+def _bits_flipped(live: str) -> str:
+    return base64.b64encode(bytes(byte ^ 1 for byte in base64.b64decode(live))).decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(
+            (name, value)
+            for name in ("first", "cycle", "read", "emitted")
+            for value in (lambda v: v + 2, lambda v: -1 - v)
+        ),
+        ("read", float),
+        ("next_pack", lambda v: v + 1),
+        ("next_pack", lambda v: -v),
+        ("next_pack", lambda v: 10**9),
+        ("next_pack", str),
+        ("digest", lambda v: v ^ 1),
+        ("live", lambda v: v[4:]),
+        ("live", lambda v: None),
+        ("live", lambda v: "*" + v[1:]),
+        ("live", _bits_flipped),
+        ("cost_sum", lambda v: math.nan),
+        ("drift", lambda v: v * (1 + 1e-15)),
+        ("checksum", lambda v: v + 1),
+    ],
+)
+def test_a_damaged_state_is_refused(name: str, damage: Callable[[Any], Any]) -> None:
+    iterator = iter(pipeline(NUM_RECORDS, policy="streaming", lookahead=4))
+    for _ in range(5):
+        next(iterator)
+    state = through_json(iterator.get_state())
+    expected = next(iterator)
+    damaged = {**state, name: damage(state[name])}
+    with pytest.raises(ValueError, match=r"the state is damaged: its checksum is .* Restore an earlier checkpoint"):
+        iterator.set_state(damaged)
+    assert next(iterator) != expected  # it goes on where it was
+    iterator.set_state(state)
+    assert next(iterator) == expected
+
+
+def test_a_state_with_sorted_keys_is_the_same_state() -> None:
+    iterator = iter(pipeline(NUM_RECORDS))
+    next(iterator)
+    state = json.loads(json.dumps(iterator.get_state(), sort_keys=True))
+    expected = next(iterator)
+    iterator.set_state(state)
+    assert next(iterator) == expected
 
 
 def test_a_state_of_another_version_is_refused() -> None:

@@ -36,10 +36,13 @@ CORE: dict[str, set[str]] = {
     "baselines": {"mffd", "partition"},
     "cost_prior": {"costs"},
     "streaming": {"cost_prior", "partition"},
-    "planner": {"capacity", "cost_prior", "partition", "streaming"},
+    "planner_config": {"capacity", "cost_prior"},
+    "pool_state": {"planner_config"},
+    "planner": {"capacity", "cost_prior", "partition", "planner_config", "pool_state", "streaming"},
+    "saved_state": {"planner_config", "pool_state"},
     "telemetry": {"planner"},
     "simulate": {"baselines", "costs", "layouts", "metrics", "planner"},
-    "dataset": {"capacity", "cost_prior", "costs", "planner", "telemetry"},
+    "dataset": {"capacity", "cost_prior", "costs", "planner", "saved_state", "telemetry"},
 }
 USES_GRAIN = {"caps", "dataset"}  # of the core; all else there is standard library and NumPy
 PUBLIC = {"caps", "cost_prior", "costs", "dataset", "layouts", "planner", "shapes", "telemetry"}

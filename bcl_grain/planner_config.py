@@ -1,0 +1,110 @@
+"""What a plan depends on, besides the costs: the planner's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Literal, get_args
+
+from bcl_grain.capacity import Capacity, checked_capacity
+from bcl_grain.cost_prior import CostPrior
+
+Policy = Literal["arrival", "windowed", "streaming"]
+Order = Literal["shuffled", "aligned"]
+Tail = Literal["drop", "keep", "pad"]
+OnOverflow = Literal["error", "extra_chunk"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerConfig:
+    """What a plan depends on, besides the costs.
+
+    Attributes:
+        pack_size: Records in a pack.
+        packs_per_step: Packs of this stream that one step consumes: the local devices it feeds.
+        lookahead: Pool length in steps. The pool holds `pack_size * packs_per_step * lookahead` records.
+        policy: `arrival` takes consecutive records (the baseline); `windowed` partitions one full pool after the
+            other into packs of balanced cost; `streaming` aims every pack at the long-run mean and carries half of
+            the pool from cycle to cycle (see `bcl_grain.streaming`).
+        order: In which order a cycle's steps come. `shuffled`: independently on every stream. `aligned`: ranked by
+            cost and placed by a permutation that is alike on all streams with the same seed, so that the dearest
+            steps of all ranks meet. Arrival keeps the order of arrival.
+        tail: What happens to arrivals that don't fill a step when the stream ends: `drop` them before planning,
+            `keep` them as a short last step, or `pad` the last step with weightless records.
+        num_packs: Packs that the stream gives in all, a multiple of `packs_per_step`; the same on every rank, from
+            the global record count. Default: as many as the stream fills.
+        seed: Key of the order.
+        max_age: `streaming`: a record comes out at most so many cycles after it was read.
+        prior: `streaming`: what is known of the mean cost beforehand, alike on all streams.
+        capacity: What a pack may hold, cost being the objective: a number of tokens in all, or the (rows, length)
+            of a `RowPackedOneShapeLayout`, which then holds every pack. It goes before `max_age`. Arrival, which
+            moves no record, is only checked. With `num_packs`, `streaming` prepares for its last pool, which can
+            exchange with nothing: without it that one is over the capacity more often.
+        on_overflow: What happens if no packs within the capacity are found: an `error` before any pack of the
+            cycle comes out, or packs that are too large and need an `extra_chunk` of a layout that has such.
+
+    Raises:
+        ValueError: If a value is out of range; the message shows it.
+    """
+
+    pack_size: int
+    packs_per_step: int = 1
+    lookahead: int = 32
+    policy: Policy = "windowed"
+    order: Order = "shuffled"
+    tail: Tail = "drop"
+    num_packs: int | None = None
+    seed: int = 0
+    max_age: int = 16
+    prior: CostPrior | None = None
+    capacity: Capacity | None = None
+    on_overflow: OnOverflow = "error"
+
+    def __post_init__(self) -> None:
+        least_values = (("pack_size", 1), ("packs_per_step", 1), ("lookahead", 1), ("seed", 0), ("max_age", 1))
+        for name, least in least_values:
+            object.__setattr__(self, name, checked_integer(name, getattr(self, name), least))
+        choices = (("policy", Policy), ("order", Order), ("tail", Tail), ("on_overflow", OnOverflow))
+        for name, allowed in choices:
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
+        if self.capacity is not None:
+            object.__setattr__(self, "capacity", checked_capacity(self.capacity))
+        if self.num_packs is not None:
+            object.__setattr__(self, "num_packs", checked_integer("num_packs", self.num_packs, 1))
+            if self.num_packs % self.packs_per_step:
+                raise ValueError(
+                    f"num_packs {self.num_packs} is not a multiple of packs_per_step {self.packs_per_step}: the "
+                    "last step would not feed every device"
+                )
+
+    @property
+    def step_records(self) -> int:
+        """Records that one step consumes."""
+        return self.pack_size * self.packs_per_step
+
+    @property
+    def pool_records(self) -> int:
+        """Records that the pool holds, W in the formulas."""
+        return self.step_records * self.lookahead
+
+    def describe(self) -> str:
+        """Returns the settings as one line, `name=value` apart by spaces: a checkpoint's fingerprint.
+
+        `capacity` and `on_overflow` are left out: they may change from cycle to cycle.
+
+        >>> PlannerConfig(pack_size=4, lookahead=2).describe()[:73]
+        'pack_size=4 packs_per_step=1 lookahead=2 policy=windowed order=shuffled t'
+        """
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("capacity", "on_overflow")]
+        return " ".join(f"{name}={str(getattr(self, name)).replace(' ', '')}" for name in names)
+
+
+def checked_integer(name: str, value: object, least: int) -> int:
+    """Returns `value` as a Python int: states are JSON, which NumPy's integers are not."""
+    try:
+        if isinstance(value, bool) or operator.index(value) < least:  # type: ignore[arg-type]
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}") from None
