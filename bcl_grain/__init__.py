@@ -4,6 +4,17 @@ from bcl_grain.caps import CapReport, cap_oversize, fit_cap
 from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
 from bcl_grain.costs import CostFit, CostFn, TransformerCost, fit_cost, token_cost
 from bcl_grain.dataset import BatchCostLookaheadIterDataset
+from bcl_grain.lane_files import read_lane_states, write_lane_states
+from bcl_grain.lanes import (
+    LanePlan,
+    LanesIterator,
+    LanesIterDataset,
+    join_lane_states,
+    lane_states,
+    lanes_of_host,
+    plan_lanes,
+    serve_lanes,
+)
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.planner import PlannerConfig
 from bcl_grain.shapes import fit_shape
@@ -16,6 +27,9 @@ __all__ = [
     "CostFit",
     "CostFn",
     "CostPrior",
+    "LanePlan",
+    "LanesIterDataset",
+    "LanesIterator",
     "Layout",
     "PaddedLayout",
     "PlannerConfig",
@@ -28,5 +42,12 @@ __all__ = [
     "fit_cap",
     "fit_cost",
     "fit_shape",
+    "join_lane_states",
+    "lane_states",
+    "lanes_of_host",
+    "plan_lanes",
+    "read_lane_states",
+    "serve_lanes",
     "token_cost",
+    "write_lane_states",
 ]

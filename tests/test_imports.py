@@ -43,9 +43,11 @@ CORE: dict[str, set[str]] = {
     "telemetry": {"planner"},
     "simulate": {"baselines", "costs", "layouts", "metrics", "planner"},
     "dataset": {"capacity", "cost_prior", "costs", "planner", "saved_state", "telemetry"},
+    "lanes": {"planner_config"},
+    "lane_files": {"lanes"},
 }
-USES_GRAIN = {"caps", "dataset"}  # of the core; all else there is standard library and NumPy
-PUBLIC = {"caps", "cost_prior", "costs", "dataset", "layouts", "planner", "shapes", "telemetry"}
+USES_GRAIN = {"caps", "dataset", "lanes"}  # of the core; all else there is standard library and NumPy
+PUBLIC = {"caps", "cost_prior", "costs", "dataset", "lane_files", "lanes", "layouts", "planner", "shapes", "telemetry"}
 
 
 @functools.cache
