@@ -60,7 +60,7 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
     ...     .pipe(bcl.BatchCostLookaheadIterDataset, pack_size=2, lookahead=4, cost_fn=len)
     ... )
     >>> [[len(record) for record in pack] for pack in ds]
-    [[8, 2], [6, 4], [7, 3], [9, 1]]
+    [[6, 4], [9, 3], [2, 7], [1, 8]]
 
     An element is one pack: a list of `pack_size` records, as they came from the parent, in order of arrival.
     `packs_per_step` consecutive packs belong to one step of the host's local devices. Every record comes out exactly
@@ -104,8 +104,8 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
         cost_fn: CostFn,
         packs_per_step: int = 1,
         lookahead: int = 32,
-        policy: Policy = "windowed",
-        order: Order = "shuffled",
+        policy: Policy = "streaming",
+        order: Order = "aligned",
         tail: Tail = "drop",
         num_packs: int | None = None,
         seed: int = 0,

@@ -116,7 +116,7 @@ def plan_cycle(
 
     Complexity: O(W log W) for a pool of W records; see `capacity.fit_packs` for what a capacity adds.
 
-    >>> config = PlannerConfig(pack_size=2, lookahead=2)
+    >>> config = PlannerConfig(pack_size=2, lookahead=2, policy="windowed")
     >>> plan_cycle(config, initial_state(config), [9.0, 1.0, 8.0, 2.0], final=False).packs
     [[2, 3], [0, 1]]
     """

@@ -50,8 +50,8 @@ class PlannerConfig:
     pack_size: int
     packs_per_step: int = 1
     lookahead: int = 32
-    policy: Policy = "windowed"
-    order: Order = "shuffled"
+    policy: Policy = "streaming"
+    order: Order = "aligned"
     tail: Tail = "drop"
     num_packs: int | None = None
     seed: int = 0
@@ -94,7 +94,7 @@ class PlannerConfig:
         `capacity` and `on_overflow` are left out: they may change from cycle to cycle.
 
         >>> PlannerConfig(pack_size=4, lookahead=2).describe()[:73]
-        'pack_size=4 packs_per_step=1 lookahead=2 policy=windowed order=shuffled t'
+        'pack_size=4 packs_per_step=1 lookahead=2 policy=streaming order=aligned t'
         """
         names = [f.name for f in dataclasses.fields(self) if f.name not in ("capacity", "on_overflow")]
         return " ".join(f"{name}={str(getattr(self, name)).replace(' ', '')}" for name in names)

@@ -116,7 +116,7 @@ def state_at(config: PlannerConfig, index: int) -> tuple[PoolState, int]:
     Raises:
         ValueError: If `index` is negative, or the policy is `streaming`: its packs depend on all records before.
 
-    >>> state_at(PlannerConfig(pack_size=2, lookahead=4), 6)[1]
+    >>> state_at(PlannerConfig(pack_size=2, lookahead=4, policy="windowed"), 6)[1]
     2
     """
     index = checked_integer("the index of a pack", index, 0)

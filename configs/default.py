@@ -16,7 +16,7 @@ from train.model import ModelConfig
 def get_config() -> TrainConfig:
     return TrainConfig(
         corpus=CorpusConfig(max_tokens=1024, on_oversize="truncate"),
-        balance=BalanceConfig(pack_size=8, lookahead=32, policy="windowed"),
+        balance=BalanceConfig(pack_size=8, lookahead=32),
         # A pack fills four or five rows: chunks of one row are small against it. Another shape takes 10 s to compile.
         layout=RowPackedLayout(length=1024, rows_per_chunk=1),
         model=ModelConfig(vocab_size=1, layers=3, width=128, heads=2, kv_heads=1, head_dim=64, hidden=320),

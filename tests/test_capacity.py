@@ -124,7 +124,13 @@ def test_finds_nearly_every_plan_that_exists(seed: int) -> None:
         sizes = rng.geometric(0.05, n)
         capacity = int(1.06 * sizes.sum() / num_packs)
         exists = _least_maximum(sizes.tolist(), pack_size) <= capacity
-        config = PlannerConfig(pack_size=pack_size, lookahead=num_packs, capacity=capacity, on_overflow="extra_chunk")
+        config = PlannerConfig(
+            pack_size=pack_size,
+            lookahead=num_packs,
+            policy="windowed",
+            capacity=capacity,
+            on_overflow="extra_chunk",
+        )
         cycle = plan_cycle(config, initial_state(config), rng.uniform(1, 9, n), final=False, new_sizes=sizes)
         assert exists or cycle.over_capacity
         feasible += exists
@@ -251,7 +257,8 @@ def test_an_error_loses_nothing_and_the_state_goes_on_with_another_capacity(poli
 def test_error_comes_before_any_pack_of_its_cycle() -> None:
     """The third window is too large, the two before come out whole."""
     sizes = [10] * 16 + [30] * 8
-    ds = pipeline(24, pack_size=2, lookahead=4, cost_fn=float_size(sizes), size_fn=sizes.__getitem__, capacity=25)
+    settings: dict[str, Any] = {"pack_size": 2, "lookahead": 4, "policy": "windowed", "capacity": 25}
+    ds = pipeline(24, cost_fn=float_size(sizes), size_fn=sizes.__getitem__, **settings)
     iterator = iter(ds)
     packs = [next(iterator) for _ in range(8)]
     assert sorted(int(r) for pack in packs for r in pack) == list(range(16))
@@ -265,9 +272,9 @@ def float_size(sizes: list[int]) -> Any:
 
 
 def test_capacity_cannot_change_within_a_cycle() -> None:
-    iterator = iter(sized(96, 10**6))
+    iterator = iter(sized(96, 10**6, policy="windowed"))
     next(iterator)
-    later = iter(sized(96, 445))
+    later = iter(sized(96, 445, policy="windowed"))
     later.set_state(iterator.get_state())
     with pytest.raises(ValueError, match="size_fn or capacity have changed"):
         next(later)

@@ -22,6 +22,7 @@ from train.data import (
     Pack,
     arrivals,
     cap_records,
+    cost_prior,
     data_checksum,
     eval_chunks,
     job_size,
@@ -44,12 +45,17 @@ def records(n: int = 50) -> list[Record]:
     return [record(i, int(size)) for i, size in enumerate(sizes)]
 
 
-def dataset(job: JobSize, policy: str = "windowed", *, ranks: int = 2, prefetch: int = 0, **shard: int) -> Any:
+LAY_OUT = LayOut(LAYOUT, TransformerCost(1.0, 0.01))
+
+
+def dataset(job: JobSize, policy: str = "streaming", *, ranks: int = 2, prefetch: int = 0, **shard: int) -> Any:
+    balance = BalanceConfig(pack_size=4, lookahead=3, policy=policy)  # type: ignore[arg-type]
     return train_dataset(
         records(),
         job,
-        balance=BalanceConfig(pack_size=4, lookahead=3, policy=policy),  # type: ignore[arg-type]
-        lay_out=LayOut(LAYOUT, TransformerCost(1.0, 0.01)),
+        balance=balance,
+        prior=cost_prior(records(), balance, LAY_OUT, seed=5),
+        lay_out=LAY_OUT,
         seed=5,
         shard=shard.get("shard", 0),
         num_shards=shard.get("num_shards", 1),
@@ -115,7 +121,7 @@ def test_every_epoch_is_a_new_shuffle_of_everything() -> None:
     assert first != sorted(first)
 
 
-@pytest.mark.parametrize("policy", ["arrival", "windowed"])
+@pytest.mark.parametrize("policy", ["arrival", "windowed", "streaming"])
 def test_a_job_consumes_its_arrivals_exactly_once_in_the_steps_agreed(policy: str) -> None:
     job = job_size(50, pack_size=4, ranks=2, steps=17, epochs=1)  # 136 records: two epochs and a part, a short window
     packs = list(dataset(job, policy))

@@ -235,8 +235,8 @@ def test_a_refused_state_leaves_the_iterator_where_it_was() -> None:
 
 
 def test_a_refused_next_index_leaves_the_iterator_where_it_was() -> None:
-    expected = ids(pipeline(NUM_RECORDS))
-    iterator = iter(pipeline(NUM_RECORDS))
+    expected = ids(pipeline(NUM_RECORDS, policy="windowed"))
+    iterator = iter(pipeline(NUM_RECORDS, policy="windowed"))
     next(iterator)
     with pytest.raises(IndexError):
         grain.experimental.set_next_index(iterator, 999)

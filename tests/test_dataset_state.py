@@ -230,7 +230,7 @@ def test_next_index_is_refused_where_packs_depend_on_all_before(policy: PolicyCa
 
 def test_next_index_reads_nothing_before() -> None:
     source = Numbers(400)
-    iterator = iter(pipeline(source, pack_size=4, lookahead=5))
+    iterator = iter(pipeline(source, pack_size=4, lookahead=5, policy="windowed"))
     grain.experimental.set_next_index(iterator, np.int64(63))
     assert source.reads == 0
     json.dumps(iterator.get_state())
@@ -243,8 +243,8 @@ def test_next_index_reads_nothing_before() -> None:
     [
         ({"pack_size": 4}, "pack_size=2 became pack_size=4"),
         ({"lookahead": 9}, "lookahead=3 became lookahead=9"),
-        ({"policy": "arrival"}, "policy=windowed became policy=arrival"),
-        ({"order": "aligned"}, "order=shuffled became order=aligned"),
+        ({"policy": "arrival"}, "policy=streaming became policy=arrival"),
+        ({"order": "shuffled"}, "order=aligned became order=shuffled"),
         ({"tail": "keep"}, "tail=drop became tail=keep"),
         ({"num_packs": 8}, "num_packs=None became num_packs=8"),
         ({"seed": 1, "packs_per_step": 2}, "packs_per_step=1 became packs_per_step=2, seed=0 became seed=1"),

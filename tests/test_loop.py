@@ -187,6 +187,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_step(
         run.train,
         run.job,
         balance=run.config.balance,
+        prior=run.prior,
         lay_out=run.lay_out,
         seed=run.config.seed,
         shard=0,

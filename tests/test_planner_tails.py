@@ -152,7 +152,7 @@ def test_the_description_tells_any_two_settings_apart() -> None:
         {"packs_per_step": 2},
         {"lookahead": 31},
         {"policy": "arrival"},
-        {"order": "aligned"},
+        {"order": "shuffled"},
         {"tail": "pad"},
         {"num_packs": 10},
         {"seed": 1},

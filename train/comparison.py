@@ -8,6 +8,7 @@ from typing import get_args
 
 import numpy as np
 
+from bcl_grain.cost_prior import CostPrior
 from bcl_grain.metrics import check_comparable
 from bcl_grain.planner import PlannerConfig, Policy
 from bcl_grain.simulate import Simulation, simulate
@@ -55,7 +56,14 @@ class Comparison:
 
 
 def compare_policies(
-    lengths: Sequence[int], job: JobSize, *, ranks: int, balance: BalanceConfig, lay_out: LayOut, seed: int
+    lengths: Sequence[int],
+    job: JobSize,
+    *,
+    ranks: int,
+    balance: BalanceConfig,
+    prior: CostPrior | None,
+    lay_out: LayOut,
+    seed: int,
 ) -> Comparison:
     """Plans the job for `ranks` ranks, each with a stream of its own, by every policy.
 
@@ -66,6 +74,7 @@ def compare_policies(
         job: The size of the job: its global batch is that of `ranks` ranks.
         ranks: Ranks.
         balance: How records become packs.
+        prior: What all ranks know of the mean cost.
         lay_out: Packs to chunks, and what both cost.
         seed: Key of the shuffle.
     """
@@ -78,6 +87,7 @@ def compare_policies(
                 policy=policy,
                 order=balance.order,
                 num_packs=job.steps,
+                prior=prior,
                 seed=seed,
             ),
             streams,

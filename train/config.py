@@ -52,16 +52,20 @@ class BalanceConfig:
     Attributes:
         pack_size: Records that one device consumes in one step.
         lookahead: Pool length in steps.
-        policy: `windowed`, or `arrival` for the baseline.
+        policy: `streaming`, `windowed`, or `arrival` for the baseline.
         order: In which order a cycle's steps come.
+        prior_records: Records whose cost is looked at before the first step, so that all ranks know the mean: all of
+            them where the corpus has no more, else a random sample. 0 for none.
     """
 
     pack_size: int = 16
     lookahead: int = 32
-    policy: Policy = "windowed"
-    order: Order = "shuffled"
+    policy: Policy = "streaming"
+    order: Order = "aligned"
+    prior_records: int = 100_000
 
     def __post_init__(self) -> None:
+        _check_least(self, "prior_records", 0)
         PlannerConfig(pack_size=self.pack_size, lookahead=self.lookahead, policy=self.policy, order=self.order)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import bcl_grain as bcl
 from bcl_grain.caps import CapReport, cap_oversize
 from bcl_grain.chunks import Chunk
+from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import Layout
 from train.config import BalanceConfig
@@ -172,11 +173,21 @@ class LayOut:
         )
 
 
+def cost_prior(records: Sequence[Record], balance: BalanceConfig, lay_out: LayOut, *, seed: int) -> CostPrior | None:
+    """Returns what all ranks know of the mean cost before the first step, from the records before they are sharded."""
+    if not balance.prior_records:
+        return None
+    return estimate_cost_prior(
+        records, lay_out.cost, pack_size=balance.pack_size, num_records=balance.prior_records, seed=seed
+    )
+
+
 def train_dataset(
     records: Sequence[Record],
     job: JobSize,
     *,
     balance: BalanceConfig,
+    prior: CostPrior | None,
     lay_out: LayOut,
     seed: int,
     shard: int,
@@ -198,6 +209,7 @@ def train_dataset(
         policy=balance.policy,
         order=balance.order,
         num_packs=job.steps * ranks_per_shard,
+        prior=prior,
         seed=seed,
         cost_fn=lay_out.cost,
     ).map(lay_out)

@@ -147,6 +147,7 @@ def _train_iterator(prepared: Prepared) -> grain.DatasetIterator[Pack]:
             prepared.train,
             prepared.job,
             balance=config.balance,
+            prior=prepared.prior,
             lay_out=prepared.lay_out,
             seed=config.seed,
             shard=topology.process_index,

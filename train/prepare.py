@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from bcl_grain.cost_prior import CostPrior
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout
 from train.bigram import fit_bigram
 from train.config import CorpusConfig, TrainConfig
 from train.corpus import Split, describe_sizes, load_pairs, split_by_module
-from train.data import Capped, JobSize, LayOut, cap_records, data_checksum, job_size
+from train.data import Capped, JobSize, LayOut, cap_records, cost_prior, data_checksum, job_size
 from train.library import library_pairs
 from train.model import ModelConfig
 from train.state import Optimizer, make_optimizer
@@ -64,6 +65,7 @@ class Prepared:
         model: Dimensions, the vocabulary's size filled in.
         optimizer: Gradients to updates.
         lay_out: Records to chunks, with the model's cost.
+        prior: What all ranks know of the mean cost of a record.
         train: Records to learn from.
         evaluation: Records of held-out modules.
         job: The run's size.
@@ -77,6 +79,7 @@ class Prepared:
     model: ModelConfig
     optimizer: Optimizer
     lay_out: LayOut
+    prior: CostPrior | None
     train: list[Record]
     evaluation: list[Record]
     job: JobSize
@@ -115,6 +118,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     )
     model = dataclasses.replace(config.model, vocab_size=_vocab_size(config.model.vocab_size, tokenizer))
     layout: Layout = dataclasses.replace(config.layout, pad_id=tokenizer.pad_id)
+    lay_out = LayOut(layout, model.cost())
     identity = {
         "config": config.identity(),
         "data": {"train_checksum": data_checksum(train), "eval_checksum": data_checksum(evaluation)},
@@ -128,7 +132,8 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         tokenizer=tokenizer,
         model=model,
         optimizer=make_optimizer(total_steps=job.steps, **dataclasses.asdict(config.optimizer)),
-        lay_out=LayOut(layout, model.cost()),
+        lay_out=lay_out,
+        prior=cost_prior(train, config.balance, lay_out, seed=config.seed),
         train=train,
         evaluation=evaluation,
         job=job,

@@ -34,6 +34,7 @@ def compare_all(prepared: Prepared) -> Comparison:
         job,
         ranks=ranks,
         balance=config.balance,
+        prior=prepared.prior,
         lay_out=prepared.lay_out,
         seed=config.seed,
     )
