@@ -2,6 +2,7 @@
 
 from bcl_grain.caps import CapReport, cap_oversize, fit_cap
 from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
+from bcl_grain.cost_table import CostTable, TableCost, read_cost_table, write_cost_table
 from bcl_grain.costs import CostFit, CostFn, TransformerCost, fit_cost, token_cost
 from bcl_grain.dataset import BatchCostLookaheadIterDataset
 from bcl_grain.lane_files import read_lane_states, write_lane_states
@@ -27,6 +28,7 @@ __all__ = [
     "CostFit",
     "CostFn",
     "CostPrior",
+    "CostTable",
     "LanePlan",
     "LanesIterDataset",
     "LanesIterator",
@@ -35,6 +37,7 @@ __all__ = [
     "PlannerConfig",
     "RowPackedLayout",
     "RowPackedOneShapeLayout",
+    "TableCost",
     "Telemetry",
     "TransformerCost",
     "cap_oversize",
@@ -46,8 +49,10 @@ __all__ = [
     "lane_states",
     "lanes_of_host",
     "plan_lanes",
+    "read_cost_table",
     "read_lane_states",
     "serve_lanes",
     "token_cost",
+    "write_cost_table",
     "write_lane_states",
 ]

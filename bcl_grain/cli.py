@@ -161,7 +161,8 @@ def _add_cost(parser: argparse.ArgumentParser) -> None:
         "--cost",
         default="tokens",
         metavar="SPEC",
-        help="tokens, transformer:MODEL (a known model or a config.json), or linear=A,quadratic=B[,chunk=C]",
+        help="tokens, transformer:MODEL (a known model or a config.json), linear=A,quadratic=B[,chunk=C], or "
+        "table:FILE (measured by train.calibrate)",
     )
 
 

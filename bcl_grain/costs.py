@@ -193,7 +193,9 @@ def fit_cost(timings: Sequence[tuple[tuple[int, int], float]], feature: str = "t
 
     With three coefficients the best non-negative solution is found by trying every subset of active ones
     (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23, gives the optimality conditions).
-    The error is relative, so that a chunk of a millisecond counts as much as one of a second.
+    The error is relative, so that a chunk of a millisecond counts as much as one of a second. Rows of a single length
+    can't tell the squared part from the linear one: all is counted as linear then, which is what a record takes of rows
+    that it shares with others.
 
     Args:
         timings: ((rows, length), seconds) of at least two different shapes.
@@ -216,14 +218,19 @@ def fit_cost(timings: Sequence[tuple[tuple[int, int], float]], feature: str = "t
     seconds_measured = np.array([seconds for _, seconds in timings], np.float64)
     relative = columns / seconds_measured[:, None]
     scale = relative.max(axis=0)  # columns differ by orders of magnitude
+    one_length = len({length for (_, length), _ in timings}) == 1
     best: tuple[float, FloatArray] | None = None
     for active in itertools.chain.from_iterable(itertools.combinations(range(3), k) for k in (1, 2, 3)):
         if active == (2,):
             continue  # a fixed cost alone gives records no cost
+        if one_length and 1 in active:
+            continue
         x = np.zeros(3)
         x[list(active)] = np.linalg.lstsq(relative[:, active] / scale[list(active)], np.ones(len(columns)))[0]
         error = float(np.sum((relative / scale @ x - 1) ** 2))
-        if (x >= 0).all() and x[:2].any() and (best is None or error < best[0]):
+        # As good a fit with fewer coefficients, or without a fixed cost, came before: chunks of equal tokens can't tell
+        # a cost of tokens from one of chunks, and rounding must not decide.
+        if (x >= 0).all() and x[:2].any() and (best is None or error < best[0] - 1e-22):
             best = error, x / scale
     assert best is not None  # a single positive column always gives a positive coefficient
     coefficients = best[1]

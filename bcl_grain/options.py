@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcl_grain.caps import fit_cap
+from bcl_grain.cost_table import read_cost_table
 from bcl_grain.costs import TransformerCost, token_cost
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.models import load_model
@@ -34,7 +35,8 @@ def parse_cost(text: str, *, remat: bool = False) -> TransformerCost:
 
     Args:
         text: `tokens`; `transformer:MODEL` with a known model or a config.json; or `linear=A,quadratic=B` with the cost
-            of a token and of a squared token, and optionally `,chunk=C` with that of a chunk.
+            of a token and of a squared token, and optionally `,chunk=C` with that of a chunk; or `table:FILE` with
+            costs measured by `train.calibrate`.
         remat: Whether a transformer's backward pass computes the layers again.
 
     Raises:
@@ -48,10 +50,12 @@ def parse_cost(text: str, *, remat: bool = False) -> TransformerCost:
     kind, _, rest = text.partition(":")
     if kind == "transformer" and rest:
         return load_model(rest).cost(remat=remat)
+    if kind == "table" and rest:
+        return read_cost_table(rest).cost
     if "=" in text:
         values = _key_values(text, float, "--cost", ("linear", "quadratic", "chunk"))
         return TransformerCost(values.get("linear", 0.0), values.get("quadratic", 0.0), values.get("chunk", 0.0))
-    raise ValueError(f"unknown cost {text!r}: pass tokens, transformer:MODEL or linear=A,quadratic=B")
+    raise ValueError(f"unknown cost {text!r}: pass tokens, transformer:MODEL, linear=A,quadratic=B or table:FILE")
 
 
 def parse_layout(text: str, lengths: IntArray, *, pack_size: int, seed: int = 0) -> Layout | None:

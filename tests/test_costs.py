@@ -244,3 +244,19 @@ def test_a_cost_function_that_raises_is_named_with_its_record() -> None:
     with pytest.raises(ValueError, match=r"cost_fn raised on record 7 of the stream: KeyError\('weight'\)") as error:
         checked_cost(cost_fn, {}, 7)
     assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_a_fit_of_chunks_with_equal_tokens_charges_tokens_not_chunks() -> None:
+    truth = TransformerCost(per_token=1e-3, per_token_squared=1e-6)
+    shapes = [(8, 128), (4, 256), (2, 512)]
+    fit = fit_cost([(shape, 0.01 + truth.of_chunk(*shape)) for shape in shapes])
+    assert fit.cost.per_chunk == 0
+    assert fit.cost.per_token == pytest.approx(1e-3 + 0.01 / 1024)
+    assert fit.worst < 1e-9
+
+
+def test_a_fit_of_one_row_length_is_linear() -> None:
+    fit = fit_cost([((rows, 64), 0.5 + 0.25 * rows) for rows in (1, 2, 4)])
+    assert fit.cost.per_token == pytest.approx(0.25 / 64)
+    assert fit.cost.per_token_squared == 0
+    assert fit.cost.per_chunk == pytest.approx(0.5)

@@ -35,6 +35,7 @@ CORE: dict[str, set[str]] = {
     "layouts": {"chunks", "rows"},
     "baselines": {"mffd", "partition"},
     "cost_prior": {"costs"},
+    "cost_table": {"costs"},
     "streaming": {"cost_prior", "partition"},
     "planner_config": {"capacity", "cost_prior"},
     "pool_state": {"planner_config"},
@@ -47,7 +48,19 @@ CORE: dict[str, set[str]] = {
     "lane_files": {"lanes"},
 }
 USES_GRAIN = {"caps", "dataset", "lanes"}  # of the core; all else there is standard library and NumPy
-PUBLIC = {"caps", "cost_prior", "costs", "dataset", "lane_files", "lanes", "layouts", "planner", "shapes", "telemetry"}
+PUBLIC = {
+    "caps",
+    "cost_prior",
+    "cost_table",
+    "costs",
+    "dataset",
+    "lane_files",
+    "lanes",
+    "layouts",
+    "planner",
+    "shapes",
+    "telemetry",
+}
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from bcl_grain.layouts import Layout, RowPackedLayout
 from bcl_grain.planner import Order, PlannerConfig, Policy
+from train.attention import AttentionName
 from train.corpus import EVAL_SHARE
 from train.model import ModelConfig
 
@@ -56,6 +57,8 @@ class BalanceConfig:
         order: In which order a cycle's steps come.
         prior_records: Records whose cost is looked at before the first step, so that all ranks know the mean: all of
             them where the corpus has no more, else a random sample. 0 for none.
+        cost_table: A file that `python -m train.calibrate` wrote for this model and layout: costs are its seconds.
+            Default: the model's FLOPs.
     """
 
     pack_size: int = 16
@@ -63,6 +66,7 @@ class BalanceConfig:
     policy: Policy = "streaming"
     order: Order = "aligned"
     prior_records: int = 100_000
+    cost_table: str | None = None
 
     def __post_init__(self) -> None:
         _check_least(self, "prior_records", 0)
@@ -108,6 +112,7 @@ class RuntimeConfig:
         keep_checkpoints: Checkpoints that stay.
         simulated_ranks: Ranks of the comparison of the policy with arrival.
         simulated_steps: Its steps.
+        attention: The kernel; `auto` takes the fastest that the device and the layout allow (docs/attention.md).
     """
 
     prefetch_packs: int = 4
@@ -116,6 +121,7 @@ class RuntimeConfig:
     keep_checkpoints: int = 2
     simulated_ranks: int = 8
     simulated_steps: int = 160
+    attention: AttentionName = "auto"
 
     def __post_init__(self) -> None:
         _check_least(self, "prefetch_packs", 0)
@@ -170,9 +176,12 @@ class TrainConfig:
             )
 
     def identity(self) -> dict[str, Any]:
-        """Returns all that the result depends on, JSON-safe: two runs with the same are the same run."""
+        """Returns all that the result depends on, JSON-safe: two runs with the same are the same run.
+
+        Of a cost table what it holds counts, not where it lies: `prepare` adds that.
+        """
         values = dataclasses.asdict(self)
-        del values["runtime"]
+        del values["runtime"], values["balance"]["cost_table"]
         values["layout"]["kind"] = type(self.layout).__name__
         return values
 

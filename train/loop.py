@@ -75,6 +75,7 @@ def warm_up(prepared: Prepared, say: Say = print) -> Programs:
         prepared.lay_out.layout.shapes,
         expected_tokens=prepared.expected_tokens,
         one_record_rows=prepared.one_record_rows,
+        attention=prepared.config.runtime.attention,
     )
     say(
         f"warm-up: {counter.programs} programs for the chunk shapes {programs.shapes} in "

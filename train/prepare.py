@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from bcl_grain.cost_prior import CostPrior
+from bcl_grain.cost_table import TableCost, read_cost_table
+from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout
 from train.bigram import fit_bigram
 from train.config import CorpusConfig, TrainConfig
@@ -118,7 +120,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     )
     model = dataclasses.replace(config.model, vocab_size=_vocab_size(config.model.vocab_size, tokenizer))
     layout: Layout = dataclasses.replace(config.layout, pad_id=tokenizer.pad_id)
-    lay_out = LayOut(layout, model.cost())
+    lay_out = LayOut(layout, _cost(config.balance.cost_table, model, layout))
     identity = {
         "config": config.identity(),
         "data": {"train_checksum": data_checksum(train), "eval_checksum": data_checksum(evaluation)},
@@ -126,6 +128,8 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         "processes": topology.process_count,
         "devices_per_process": topology.local_devices,
     }
+    if isinstance(lay_out.cost, TableCost):
+        identity["cost"] = dataclasses.asdict(lay_out.cost)
     return Prepared(
         config=config,
         topology=topology,
@@ -140,6 +144,19 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         bigram_loss=fit_bigram(train, model.vocab_size).nats_per_token(evaluation),
         identity=json.loads(json.dumps(identity)),
     )
+
+
+def _cost(table: str | None, model: ModelConfig, layout: Layout) -> TransformerCost:
+    if table is None:
+        return model.cost()
+    cost, about = read_cost_table(table)
+    again = "calibrate anew: python -m train.calibrate with this config"
+    if about.get("model") != json.loads(json.dumps(dataclasses.asdict(model))):
+        raise ValueError(f"balance.cost_table {table!r} was measured with a model of other dimensions: {again}")
+    missing = set(layout.shapes) - dict(cost.chunk_seconds).keys()
+    if missing:
+        raise ValueError(f"balance.cost_table {table!r} has no time for chunks of shape {sorted(missing)}: {again}")
+    return cost
 
 
 def _tokenizer(corpus: CorpusConfig) -> Tokenizer:

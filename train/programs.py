@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from train.attention import attention_for
+from train.attention import Attention, AttentionName, attention_for
 from train.lora import FROZEN_DTYPE, join_params, split_params
 from train.loss import Sums, loss_sums
 from train.model import ModelConfig, Params, compute_dtype, graphdef, init_params
@@ -92,6 +92,7 @@ def compile_programs(
     devices: Sequence[jax.Device] | None = None,
     expected_tokens: float | None = None,
     one_record_rows: bool = False,
+    attention: AttentionName = "auto",
 ) -> Programs:
     """Compiles two programs for each shape and local device, one more for each device, and four for all.
 
@@ -103,9 +104,11 @@ def compile_programs(
         expected_tokens: Constant that gradients are divided by instead of a step's own global token count: then a
             token weighs the same in whatever step it comes. The mean number of tokens that count in a step.
         one_record_rows: Whether the layout puts one record in a row; see `attention_for`.
+        attention: See `attention_for`.
 
     Raises:
-        ValueError: If there is no shape, no local device, or `expected_tokens` is not positive.
+        ValueError: If there is no shape, no local device, `expected_tokens` is not positive, or the attention does not
+            serve the platform or the rows.
     """
     shapes = tuple(sorted(set(shapes)))
     if not shapes:
@@ -129,7 +132,9 @@ def compile_programs(
     seed = _abstract(np.int32(0), everywhere)
     abstract_state = _abstract(jax.eval_shape(begin, jax.eval_shape(init, seed)), everywhere)
     abstract_frozen = _abstract(_frozen(config), everywhere)
-    functions = _local_functions(config, abstract_state.params, local_devices[0].platform, one_record_rows)
+    platform = local_devices[0].platform
+    mixing = attention_for(platform, one_record_rows=one_record_rows, name=attention)
+    functions = _local_functions(config, abstract_state.params, platform, mixing)
     update, total = _global_functions(optimizer, expected_tokens)
     blank = jax.eval_shape(functions.zeros)
 
@@ -178,10 +183,9 @@ class _LocalFunctions(NamedTuple):
 
 
 def _local_functions(
-    config: ModelConfig, abstract_params: Params, platform: str, one_record_rows: bool
+    config: ModelConfig, abstract_params: Params, platform: str, attention: Attention
 ) -> _LocalFunctions:
     graph = graphdef(config)
-    attention = attention_for(platform, one_record_rows=one_record_rows)
     dtype = compute_dtype(platform)
 
     def sums_of(params: Params, frozen: Params | None, chunk: Mapping[str, jax.Array]) -> Sums:
