@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import grain
 import numpy as np
@@ -40,6 +40,7 @@ from bcl_grain.planner import (
     records_wanted,
     state_at,
 )
+from bcl_grain.planner_config import OnChangedSettings
 from bcl_grain.saved_state import check_state, cycle_part, decode_live, encode_live, full_state
 from bcl_grain.telemetry import Telemetry
 
@@ -88,6 +89,10 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
             restore, unless the state was saved within a cycle, which has to come out as it was planned.
         on_overflow: What happens if no packs within the capacity are found: `error`, before any pack of the cycle
             comes out, so that the state can be saved; or `extra_chunk`, for a layout that can add chunks.
+        on_changed_settings: What happens if a state is restored that was saved with another lookahead, policy, order,
+            tail, seed, max_age or prior: an `error`; or `finish_pool`, where what the old pool holds comes out as
+            the old settings have it, and the new ones start with the record after. Either way no record is lost or
+            repeated, and the number of packs stays. `pack_size`, `packs_per_step` and `num_packs` can't change.
         pad_record: With `tail="pad"`: the weightless record. Each place gets a copy. With a capacity it may have
             one token.
         telemetry: Filled while iterating, in the process that iterates.
@@ -114,6 +119,7 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
         size_fn: SizeFn | None = None,
         capacity: Capacity | None = None,
         on_overflow: OnOverflow = "error",
+        on_changed_settings: OnChangedSettings = "error",
         pad_record: T | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
@@ -140,6 +146,11 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
             raise ValueError(f"size_fn and capacity go together, got size_fn={size_fn!r}, capacity={capacity!r}")
         if size_fn is not None and tail == "pad" and size_fn(pad_record) > FILLER_SIZE:
             raise ValueError(f"with a capacity, pad_record must have one token, got {size_fn(pad_record)}: cut it")
+        if on_changed_settings not in get_args(OnChangedSettings):
+            raise ValueError(
+                f"on_changed_settings must be one of {get_args(OnChangedSettings)}, got {on_changed_settings!r}"
+            )
+        self._on_changed_settings = on_changed_settings
         self._cost_fn = cost_fn
         self._size_fn = size_fn
         self._pad_record = pad_record
@@ -150,6 +161,7 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
         return _PackIterator(
             self.parents[0].__iter__(),
             self._config,
+            self._on_changed_settings == "finish_pool",
             self._cost_fn,
             self._size_fn,
             self._pad_record,
@@ -171,6 +183,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         self,
         parent: grain.DatasetIterator[T],
         config: PlannerConfig,
+        may_differ: bool,
         cost_fn: CostFn,
         size_fn: SizeFn | None,
         pad_record: T | None,
@@ -179,17 +192,34 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         super().__init__(parent)
         self._source = parent
         self._config = config
+        self._may_differ = may_differ
         self._cost_fn = cost_fn
         self._size_fn = size_fn
         self._pad_record = pad_record
         self._telemetry = telemetry
-        self._start(initial_state(config), first=0, live="", next_pack=0, digest=0)
+        self._start(initial_state(config), config)
 
-    def _start(self, pool: PoolState, *, first: int, live: str, next_pack: int, digest: int) -> None:
+    def _start(
+        self,
+        pool: PoolState,
+        settings: PlannerConfig,
+        *,
+        first: int = 0,
+        live: str = "",
+        next_pack: int = 0,
+        digest: int = 0,
+        packs_before: int = 0,
+        finish_at: int = -1,
+    ) -> None:
         """Sets out from the start of a cycle with an unread pool; the parent stands before position `first`.
 
         `pool.live` is yet unknown: the positions are in the bitmap `live`, their costs are known once they are read.
         """
+        self._settings = settings
+        self._packs_before = packs_before
+        self._finish_at = finish_at
+        left = None if settings.num_packs is None else settings.num_packs - packs_before
+        self._planning = dataclasses.replace(settings, num_packs=left) if left else settings
         self._pool = pool
         self._after = pool  # what `_pool` becomes when the cycle is over
         self._packs: list[list[int]] | None = None  # the planned cycle
@@ -200,7 +230,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         self._new_sizes: list[int] = []  # of the same; none without a size_fn
         self._position = first  # of the record that the parent gives next
         self._ended = False  # whether the parent has no more records
-        self._exhausted = False  # whether there are no more packs
+        self._exhausted = left == 0  # whether there are no more packs
         self._astray = False  # whether the parent may stand elsewhere
         self._snapshots = {first: copy.deepcopy(self._source.get_state())}  # parent states at cohort starts
         self._boundary = -1
@@ -216,7 +246,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         if self._packs is None:
             planning_ns = self._plan()
         # Reading comes before emitting: if the source raises, no pack is lost and next() can be tried again.
-        self._read(min(len(self._new_costs) + self._config.pack_size, records_wanted(self._config, self._after)))
+        self._read(min(len(self._new_costs) + self._config.pack_size, self._wanted(self._after)))
         reading_ns = time.perf_counter_ns() - begin_ns - planning_ns
         self._telemetry.reading_seconds += reading_ns * 1e-9
         with self._stats.record_self_time(offset_ns=planning_ns):
@@ -224,21 +254,22 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
 
     def _plan(self) -> int:
         """Fills the pool and plans a cycle; returns the nanoseconds that planning took."""
-        if self._exhausted or finished(self._config, self._pool):
+        if self._exhausted or finished(self._planning, self._pool):
             raise StopIteration
         if self._unread is not None:
             self._read_again(*self._unread)
-        wanted = records_wanted(self._config, self._pool)
+        wanted = self._wanted(self._pool)
         self._read(wanted)
         begin_ns = time.perf_counter_ns()
-        final = len(self._new_costs) < wanted
-        cycle = plan_cycle(self._config, self._pool, self._new_costs, final=final, new_sizes=self._new_sizes)
+        config, final = self._planning, len(self._new_costs) < wanted
+        if self._finish_at == self._pool.read:  # the rest of the old pool, whole steps, and nothing after it
+            config, final = dataclasses.replace(config, num_packs=None, tail="keep"), True
+        cycle = plan_cycle(config, self._pool, self._new_costs, final=final, new_sizes=self._new_sizes)
         digest = plan_digest(cycle.packs)
         if self._next_pack and self._digest not in (0, digest):
             raise ValueError(
                 f"after restoring, cycle {self._pool.cycle} was planned otherwise than before (checksum {digest}, not "
-                f"{self._digest}): cost_fn is not deterministic, or the records, cost_fn, size_fn or capacity have "
-                "changed"
+                f"{self._digest}): {self._why_planned_otherwise()}"
             )
         if cycle.dropped:
             arrivals = self._pool.read + len(self._new_costs)
@@ -256,6 +287,27 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         planning_ns = time.perf_counter_ns() - begin_ns
         self._telemetry.planning_seconds += planning_ns * 1e-9
         return planning_ns
+
+    def _why_planned_otherwise(self) -> str:
+        """Asks for all costs of the pool once more: one that changes has its record named."""
+        pool = self._pool
+        positions = [*pool.live.tolist(), *range(pool.read, pool.read + len(self._new_costs))]
+        for position, cost in zip(positions, [*pool.costs.tolist(), *self._new_costs], strict=True):
+            again = checked_cost(self._cost_fn, self._records[position], position)
+            if again != cost:
+                return (
+                    f"cost_fn is not deterministic, record {position} of the stream cost {cost!r} and then {again!r}. "
+                    "Make it depend on the record alone, and go on from a checkpoint at the start of a cycle"
+                )
+        return (
+            "the records, cost_fn, size_fn or capacity have changed since the state was saved. Restore with what they "
+            "were, or go on from a checkpoint at the start of a cycle"
+        )
+
+    def _wanted(self, pool: PoolState) -> int:
+        """Returns how many records the cycle after `pool` reads."""
+        wanted = records_wanted(self._planning, pool)
+        return wanted if self._finish_at < 0 else min(wanted, self._finish_at - pool.read)
 
     def _read(self, count: int) -> None:
         """Reads until `count` new arrivals are there, or the stream ends."""
@@ -275,10 +327,10 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         if self._ended:
             return False
         if position >= self._boundary:
-            start = cohort_start(self._config, position)
+            start = cohort_start(self._planning, position)
             if start == position and start not in self._snapshots:
                 self._snapshots[start] = copy.deepcopy(self._source.get_state())
-            self._boundary = cohort_start(self._config, position, following=True)
+            self._boundary = cohort_start(self._planning, position, following=True)
         try:
             self._records[position] = next(self._source)
         except StopIteration:
@@ -338,14 +390,29 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         """Goes on to the next cycle at once, so that a position has one state and not two."""
         self._pool, self._packs, self._next_pack, self._digest = self._after, None, 0, 0
         live = self._pool.live
-        first = cohort_start(self._config, int(live[0])) if live.size else self._pool.read
+        if self._finish_at >= 0 and not live.size:
+            self._take_new_settings()
+            return
+        first = cohort_start(self._planning, int(live[0])) if live.size else self._pool.read
         if first not in self._snapshots:  # nothing was read ahead: the parent stands there
             self._snapshots[first] = copy.deepcopy(self._source.get_state())
         self._snapshots = {start: state for start, state in self._snapshots.items() if start >= first}
         self._cycle_part = self._part(first, encode_live(live, first=first, read=self._pool.read))
 
+    def _take_new_settings(self) -> None:
+        """Starts with the settings of this iterator where the pool of earlier ones has come out."""
+        self._start(initial_state(self._config), self._config, packs_before=self._packs_before + self._pool.emitted)
+
     def _part(self, first: int, live: str) -> dict[str, Any]:
-        return cycle_part(self._config, self._pool, parent=self._snapshots[first], first=first, live=live)
+        return cycle_part(
+            self._settings,
+            self._pool,
+            packs_before=self._packs_before,
+            finish_at=self._finish_at,
+            parent=self._snapshots[first],
+            first=first,
+            live=live,
+        )
 
     def get_state(self) -> dict[str, Any]:
         """Returns a JSON-safe state of constant structure that holds no record."""
@@ -358,25 +425,33 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         Raises:
             ValueError: If the state is not one of ours, comes from other settings, or is damaged.
         """
-        check_state(state, self.get_state())
+        settings = check_state(state, self.get_state(), self._config, may_differ=self._may_differ)
         self._astray = True  # until it is done: if the parent refuses its state, this iterator goes on where it was
         self._source.set_state(copy.deepcopy(state["parent"]))
-        self._start(
-            PoolState.from_scalars(state),
-            first=state["first"],
-            live=state["live"],
-            next_pack=state["next_pack"],
-            digest=state["digest"],
-        )
+        names = ("first", "live", "next_pack", "digest", "packs_before", "finish_at")
+        place = {name: state[name] for name in names}
+        pool = PoolState.from_scalars(state)
+        self._start(pool, settings, **place)
+        if settings.describe() == self._config.describe() or self._finish_at >= 0:
+            return
+        if self._unread is None and not self._next_pack:
+            self._take_new_settings()
+        else:  # a cycle that has begun reads what it wants, and then nobody does
+            place["finish_at"] = pool.read + (records_wanted(self._planning, pool) if self._next_pack else 0)
+            self._start(pool, settings, **place)
 
     def _get_next_index(self) -> int:
-        return self._pool.emitted + self._next_pack
+        return self._packs_before + self._pool.emitted + self._next_pack
 
     def _set_next_index(self, index: int) -> None:
+        if self._packs_before or self._finish_at >= 0:
+            raise ValueError(
+                f"can't go to pack {index}: the settings have changed on the way here; restore a saved state instead"
+            )
         pool, next_pack = state_at(self._config, index)
         self._astray = True
         grain.experimental.set_next_index(self._source, pool.read)
-        self._start(pool, first=pool.read, live="", next_pack=next_pack, digest=0)
+        self._start(pool, self._config, first=pool.read, next_pack=next_pack)
 
     def close(self) -> None:
         """Closes this iterator and its parents, and frees the pool."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import operator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from bcl_grain.capacity import Capacity, checked_capacity
 from bcl_grain.cost_prior import CostPrior
@@ -13,6 +14,7 @@ Policy = Literal["arrival", "windowed", "streaming"]
 Order = Literal["shuffled", "aligned"]
 Tail = Literal["drop", "keep", "pad"]
 OnOverflow = Literal["error", "extra_chunk"]
+OnChangedSettings = Literal["error", "finish_pool"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,8 +98,37 @@ class PlannerConfig:
         >>> PlannerConfig(pack_size=4, lookahead=2).describe()[:73]
         'pack_size=4 packs_per_step=1 lookahead=2 policy=streaming order=aligned t'
         """
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ("capacity", "on_overflow")]
-        return " ".join(f"{name}={str(getattr(self, name)).replace(' ', '')}" for name in names)
+        return " ".join(f"{name}={str(getattr(self, name)).replace(' ', '')}" for name in _described())
+
+    def from_description(self, line: str) -> PlannerConfig:
+        """Returns this config with the settings of a line that `describe` returned.
+
+        Raises:
+            ValueError: If the line is none, or a setting is out of range.
+
+        >>> config = PlannerConfig(pack_size=4, policy="streaming", prior=CostPrior(mean=1.5, records=9))
+        >>> PlannerConfig(pack_size=2).from_description(config.describe()) == config
+        True
+        """
+        pairs = [pair.partition("=")[::2] for pair in line.split(" ")]
+        if [name for name, _ in pairs] != _described():
+            raise ValueError(f"expected settings like {self.describe()!r}, got {line!r}")
+        return dataclasses.replace(self, **{name: _read_setting(value) for name, value in pairs})
+
+
+def _described() -> list[str]:
+    return [f.name for f in dataclasses.fields(PlannerConfig) if f.name not in ("capacity", "on_overflow")]
+
+
+def _read_setting(text: str) -> Any:
+    """Returns the value that `describe` wrote: a number, None, a word, or a prior; runs nothing of the text."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == CostPrior.__name__:
+            return CostPrior(**{str(word.arg): ast.literal_eval(word.value) for word in tree.keywords})
+        return text if isinstance(tree, ast.Name) else ast.literal_eval(tree)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError(f"can't read the setting {text!r} ({error})") from error
 
 
 def checked_integer(name: str, value: object, least: int) -> int:

@@ -4,6 +4,8 @@ A state is JSON-safe and holds no record:
 
     version    of this form
     settings   the planner's, as one line: another line is another pipeline
+    packs_before  that came out under earlier settings, see `on_changed_settings`; arrivals count from there
+    finish_at  arrival that the settings' pool ends before, because others take over; -1 if none do
     parent     where the parent stood before arrival `first`
     first      start of the oldest cohort with a record in the pool
     live       which arrivals from `first` on, of those read, are still in the pool: a bitmap in base64
@@ -28,14 +30,28 @@ from bcl_grain.pool_state import PoolState
 
 IntArray = npt.NDArray[np.int64]
 
-VERSION = 1
+VERSION = 2
+
+LASTING = ("pack_size", "packs_per_step", "num_packs")
+"""Settings that say what a step is and how many there are: a job can't change them on its way."""
 
 
-def cycle_part(config: PlannerConfig, pool: PoolState, *, parent: Any, first: int, live: str) -> dict[str, Any]:
+def cycle_part(
+    config: PlannerConfig,
+    pool: PoolState,
+    *,
+    packs_before: int,
+    finish_at: int,
+    parent: Any,
+    first: int,
+    live: str,
+) -> dict[str, Any]:
     """Returns the part of a state that stays the same during a cycle."""
     part = {
         "version": VERSION,
         "settings": config.describe(),
+        "packs_before": packs_before,
+        "finish_at": finish_at,
         "parent": parent,
         "first": first,
         "live": live,
@@ -77,31 +93,34 @@ def decode_live(bitmap: str, *, first: int, read: int) -> IntArray:
     return np.flatnonzero(np.unpackbits(packed, count=read - first)) + first
 
 
-def check_state(state: Any, mine: Mapping[str, Any]) -> None:
-    """Checks a state that is to be restored.
+def check_state(state: Any, mine: Mapping[str, Any], config: PlannerConfig, *, may_differ: bool) -> PlannerConfig:
+    """Checks a state that is to be restored; returns the settings that it was saved with.
 
     Args:
         state: What came back from a checkpoint.
         mine: A state of the iterator that restores it.
+        config: The settings of that iterator.
+        may_differ: Whether the state's settings may be others, but for the `LASTING` ones.
 
     Raises:
         ValueError: If the state is not one of this transformation, comes from other settings or another release, or
             is damaged; the message names what and the remedy.
     """
+    if isinstance(state, Mapping) and {"version", "settings"} <= state.keys() and state["version"] != VERSION:
+        raise ValueError(
+            f"state has version {state['version']!r}, this release reads version {VERSION}: go on with the release "
+            "that wrote it"
+        )
     if not isinstance(state, Mapping) or state.keys() != mine.keys():
         found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(
             f"not a state of this transformation: expected the keys {sorted(mine)}, got {found}. Was the "
             "checkpoint written by another pipeline?"
         )
-    if state["version"] != VERSION:
-        raise ValueError(f"state has version {state['version']!r}, this release reads version {VERSION}")
-    if state["settings"] != mine["settings"]:
-        pairs = zip(str(state["settings"]).split(), mine["settings"].split(), strict=False)
-        changes = ", ".join(f"{then} became {now}" for then, now in pairs if then != now)
+    if state["settings"] != config.describe() and not may_differ:
         raise ValueError(
-            f"state comes from other settings ({changes or state['settings']}): restore with the settings it was "
-            "saved with"
+            f"state comes from other settings ({_changes(state['settings'], config)}): restore with the settings it "
+            "was saved with, or pass on_changed_settings='finish_pool'"
         )
     place = {name: state[name] for name in ("next_pack", "digest")}
     part = {name: state[name] for name in mine if name not in place}  # in our order: JSON may have sorted the keys
@@ -111,3 +130,15 @@ def check_state(state: Any, mine: Mapping[str, Any]) -> None:
             f"the state is damaged: its checksum is {state['checksum']!r}, its values have {checksum}. Restore an "
             "earlier checkpoint"
         )
+    saved = config.from_description(state["settings"])
+    if any(getattr(saved, name) != getattr(config, name) for name in LASTING):
+        raise ValueError(
+            f"state comes from other settings ({_changes(state['settings'], config)}), and {', '.join(LASTING)} can't "
+            "change in the middle of a job: restore with those it was saved with"
+        )
+    return saved
+
+
+def _changes(then: Any, config: PlannerConfig) -> str:
+    pairs = zip(str(then).split(), config.describe().split(), strict=False)
+    return ", ".join(f"{before} became {now}" for before, now in pairs if before != now) or str(then)

@@ -211,7 +211,9 @@ def test_a_changed_plan_is_found_on_restoring() -> None:
     other = iter(pipeline(NUM_RECORDS, lookahead=6, cost_fn=lambda record: 1.0 + int(record)))
     other.set_state(iterator.get_state())
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"cycle 0 was planned otherwise .* cost_fn is not deterministic"):
+        with pytest.raises(
+            ValueError, match=r"cycle 0 was planned otherwise .* cost_fn, size_fn or capacity have changed"
+        ):
             next(other)
 
 
@@ -221,8 +223,27 @@ def test_a_cost_that_changes_with_every_call_is_found_on_restoring() -> None:
     iterator = iter(dataset)
     next(iterator)
     iterator.set_state(iterator.get_state())
-    with pytest.raises(ValueError, match="cost_fn is not deterministic"):
+    with pytest.raises(ValueError, match=r"cost_fn is not deterministic, record 0 of the stream cost \S+ and then"):
         next(iterator)
+
+
+@EACH_POLICY
+def test_the_one_record_whose_cost_changes_is_named(policy: PolicyCase) -> None:
+    calls: list[int] = []
+
+    def cost_fn(record: Any) -> float:
+        calls.append(int(record))
+        return cost_of(record) * (1000.0 ** (-1) ** calls.count(17) if int(record) == 17 else 1)
+
+    dataset = pipeline(NUM_RECORDS, lookahead=12, cost_fn=cost_fn, **policy.settings)
+    iterator = iter(dataset)
+    next(iterator)
+    iterator.set_state(iterator.get_state())
+    if policy.balances:
+        with pytest.raises(
+            ValueError, match=r"record 17 of the stream cost \S+ and then \S+ Make it depend on the rec"
+        ):
+            list(iterator)
 
 
 def test_a_refused_state_leaves_the_iterator_where_it_was() -> None:

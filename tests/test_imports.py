@@ -43,7 +43,7 @@ CORE: dict[str, set[str]] = {
     "saved_state": {"planner_config", "pool_state"},
     "telemetry": {"planner"},
     "simulate": {"baselines", "costs", "layouts", "metrics", "planner"},
-    "dataset": {"capacity", "cost_prior", "costs", "planner", "saved_state", "telemetry"},
+    "dataset": {"capacity", "cost_prior", "costs", "planner", "planner_config", "saved_state", "telemetry"},
     "lanes": {"planner_config"},
     "lane_files": {"lanes"},
 }
