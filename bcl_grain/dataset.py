@@ -26,6 +26,7 @@ from bcl_grain.cost_prior import CostPrior
 from bcl_grain.costs import CostFn, checked_cost
 from bcl_grain.planner import (
     FILLER,
+    Cycle,
     OnOverflow,
     Order,
     PlannerConfig,
@@ -264,7 +265,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         config, final = self._planning, len(self._new_costs) < wanted
         if self._finish_at == self._pool.read:  # the rest of the old pool, whole steps, and nothing after it
             config, final = dataclasses.replace(config, num_packs=None, tail="keep"), True
-        cycle = plan_cycle(config, self._pool, self._new_costs, final=final, new_sizes=self._new_sizes)
+        cycle = self._plan_cycle(config, final)
         digest = plan_digest(cycle.packs)
         if self._next_pack and self._digest not in (0, digest):
             raise ValueError(
@@ -287,6 +288,14 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         planning_ns = time.perf_counter_ns() - begin_ns
         self._telemetry.planning_seconds += planning_ns * 1e-9
         return planning_ns
+
+    def _plan_cycle(self, config: PlannerConfig, final: bool) -> Cycle:
+        rest = len(self._new_costs)
+        ends_at_once = final and not self._pool.read and rest < config.step_records
+        if ends_at_once and self._packs_before and config.tail == "drop" and config.num_packs is None:
+            # Not a stream without a step, which is an error, but one that ended just after its settings had changed.
+            return Cycle([], self._pool, dropped=rest)
+        return plan_cycle(config, self._pool, self._new_costs, final=final, new_sizes=self._new_sizes)
 
     def _why_planned_otherwise(self) -> str:
         """Asks for all costs of the pool once more: one that changes has its record named."""

@@ -149,17 +149,17 @@ def test_a_source_error_while_the_old_pool_comes_out_can_be_retried() -> None:
 
 
 def test_packs_are_counted_from_the_start_but_not_gone_to() -> None:
-    old = iter(pipeline(NUM_RECORDS))
+    old = iter(pipeline(NUM_RECORDS, policy="windowed"))
     for _ in range(4):
         next(old)
-    iterator = iter(changed(lookahead=2))
+    iterator = iter(changed(lookahead=2, policy="windowed"))
     iterator.set_state(old.get_state())
     for index in range(4, 12):
         assert grain.experimental.get_next_index(iterator) == index
         next(iterator)
     with pytest.raises(ValueError, match="can't go to pack 2: the settings have changed on the way"):
         grain.experimental.set_next_index(iterator, 2)
-    grain.experimental.set_next_index(iter(changed(lookahead=2)), 2)
+    grain.experimental.set_next_index(iter(changed(lookahead=2, policy="windowed")), 2)
 
 
 @given(
@@ -199,7 +199,7 @@ def test_a_line_is_data_and_never_run(line: str, message: str) -> None:
 
 def test_costs_may_change_with_the_settings() -> None:
     """A windowed pool that is out leaves nothing behind that another cost function could contradict."""
-    old = iter(pipeline(NUM_RECORDS))
+    old = iter(pipeline(NUM_RECORDS, policy="windowed"))
     packs = ids(itertools.islice(old, 3))
     iterator = iter(changed(lookahead=4, cost_fn=lambda record: cost_of(record) ** 2))
     iterator.set_state(old.get_state())

@@ -221,7 +221,7 @@ def test_lane_states_of_an_iterator_are_those_of_its_state() -> None:
 
 
 def test_a_step_can_be_gone_to_by_its_index() -> None:
-    dataset = host_dataset(60, host=0, num_hosts=2, packs_per_step=2)
+    dataset = host_dataset(60, host=0, num_hosts=2, packs_per_step=2, policy="windowed")
     steps = [ids(packs) for packs in dataset]
     iterator = iter(dataset)
     grain.experimental.set_next_index(iterator, 2)
