@@ -20,7 +20,8 @@ from tests.tiny_run import tiny_config, tiny_run, write_config, write_corpus
 from train import calibrate as command
 from train.calibration import Prediction, Timing, full_chunk
 from train.config import fingerprint
-from train.prepare import Topology, prepare
+from train.prepare import prepare
+from train.topology import Topology
 
 TIMINGS = [((1, 64), 0.11), ((2, 64), 0.19), ((4, 64), 0.41)]
 

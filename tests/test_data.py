@@ -48,8 +48,10 @@ def records(n: int = 50) -> list[Record]:
 LAY_OUT = LayOut(LAYOUT, TransformerCost(1.0, 0.01))
 
 
-def dataset(job: JobSize, policy: str = "streaming", *, ranks: int = 2, prefetch: int = 0, **shard: int) -> Any:
-    balance = BalanceConfig(pack_size=4, lookahead=3, policy=policy)  # type: ignore[arg-type]
+def dataset(
+    job: JobSize, policy: Any = "streaming", *, lanes: int = 1, packs_per_step: int = 2, prefetch: int = 0, **host: int
+) -> Any:
+    balance = BalanceConfig(pack_size=4, lookahead=3, policy=policy, lanes=lanes, packs_per_step=packs_per_step)
     return train_dataset(
         records(),
         job,
@@ -57,10 +59,8 @@ def dataset(job: JobSize, policy: str = "streaming", *, ranks: int = 2, prefetch
         prior=cost_prior(records(), balance, LAY_OUT, seed=5),
         lay_out=LAY_OUT,
         seed=5,
-        shard=shard.get("shard", 0),
-        num_shards=shard.get("num_shards", 1),
-        ranks_per_shard=ranks,
-        prefetch_packs=prefetch,
+        prefetch_steps=prefetch,
+        **host,
     )
 
 
@@ -124,8 +124,9 @@ def test_every_epoch_is_a_new_shuffle_of_everything() -> None:
 @pytest.mark.parametrize("policy", ["arrival", "windowed", "streaming"])
 def test_a_job_consumes_its_arrivals_exactly_once_in_the_steps_agreed(policy: str) -> None:
     job = job_size(50, pack_size=4, ranks=2, steps=17, epochs=1)  # 136 records: two epochs and a part, a short window
-    packs = list(dataset(job, policy))
-    assert len(packs) == 17 * 2
+    steps = list(dataset(job, policy))
+    assert [len(packs) for packs in steps] == [2] * 17
+    packs = [pack for packs in steps for pack in packs]
     assert {pack.records for pack in packs} == {4}
     arrived = collections.Counter(
         int(r["tokens"][0]) - 1 for r in arrivals(records(), job, seed=5, shard=0, num_shards=1)
@@ -133,9 +134,24 @@ def test_a_job_consumes_its_arrivals_exactly_once_in_the_steps_agreed(policy: st
     assert held(packs) == arrived
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_a_step_holds_the_same_records_on_any_number_of_hosts(num_hosts: int) -> None:
+    job = job_size(50, pack_size=4, ranks=4, steps=9, epochs=1)
+    hosts = [
+        dataset(job, lanes=4, packs_per_step=1, host=host, num_hosts=num_hosts, prefetch=host % 2)
+        for host in range(num_hosts)
+    ]
+    iterators = [iter(host) for host in hosts]
+    steps = [held([pack for packs in step for pack in packs]) for step in zip(*iterators, strict=True)]
+    for iterator in iterators:
+        iterator.close()
+    assert steps == [held(packs) for packs in dataset(job, lanes=4, packs_per_step=1)]
+    assert len(steps) == 9
+
+
 def test_a_pack_counts_what_it_holds() -> None:
     job = job_size(50, pack_size=4, ranks=2, steps=6, epochs=1)
-    for pack in dataset(job):
+    for pack in (pack for packs in dataset(job) for pack in packs):
         sizes = [len(records()[i]["tokens"]) for i in held([pack]).elements()]
         assert pack.tokens == sum(sizes)
         assert pack.cost == pytest.approx(sum(n + 0.01 * n * n for n in sizes))
@@ -147,19 +163,19 @@ def test_prefetch_changes_neither_packs_nor_state_and_restores_exactly() -> None
     job = job_size(50, pack_size=4, ranks=2, steps=9, epochs=1)
     plain, ahead = iter(dataset(job)), iter(dataset(job, prefetch=5))
     states: list[str] = []
-    packs: list[Pack] = []
-    for _ in range(18):
+    steps: list[list[Pack]] = []
+    for _ in range(9):
         assert json.dumps(ahead.get_state()) == json.dumps(plain.get_state())
         states.append(json.dumps(ahead.get_state()))
-        expected, pack = next(plain), next(ahead)
-        assert held([pack]) == held([expected])
-        packs.append(pack)
+        expected, packs = next(plain), next(ahead)
+        assert held(packs) == held(expected)
+        steps.append(packs)
     ahead.close()
-    for taken in (0, 1, 7, 12, 17):
+    for taken in (0, 1, 4, 6, 8):
         restored = iter(dataset(job, prefetch=5))
         restored.set_state(json.loads(states[taken]))
-        for pack in packs[taken:]:
-            np.testing.assert_equal(next(restored), pack)
+        for packs in steps[taken:]:
+            np.testing.assert_equal(next(restored), packs)
         with pytest.raises(StopIteration):
             next(restored)
         restored.close()

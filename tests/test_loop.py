@@ -23,9 +23,10 @@ from train.config import RuntimeConfig
 from train.data import train_dataset
 from train.loop import DivergedError, Outcome, run_training, warm_up
 from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
-from train.prepare import Prepared, Topology, prepare
+from train.prepare import Prepared, prepare
 from train.programs import Programs
 from train.stopping import StopRequest
+from train.topology import Topology
 
 TIMES = {"step_seconds", "data_seconds", "eval_seconds"}
 
@@ -129,7 +130,7 @@ def test_a_resumed_run_may_have_another_prefetch_depth_and_intervals(
     stop = StopRequest()
     stop.signal_name = "SIGINT"
     assert run_training(prepared, programs, tmp_path / "run", say=quiet, stop=stop).step == 1
-    runtime = RuntimeConfig(prefetch_packs=0, eval_every=6, checkpoint_every=100)
+    runtime = RuntimeConfig(prefetch_steps=0, eval_every=6, checkpoint_every=100)
     config = dataclasses.replace(prepared.config, runtime=runtime)
     assert config.identity() == prepared.config.identity()
     run_training(dataclasses.replace(prepared, config=config), programs, tmp_path / "run", say=quiet)
@@ -190,13 +191,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_step(
         prior=run.prior,
         lay_out=run.lay_out,
         seed=run.config.seed,
-        shard=0,
-        num_shards=1,
-        ranks_per_shard=1,
-        prefetch_packs=0,
     )
     bad = 1 + next(
-        i for i, pack in enumerate(packs) if any(np.isnan(chunk["loss_mask"]).any() for chunk in pack.chunks)
+        i for i, (pack,) in enumerate(packs) if any(np.isnan(chunk["loss_mask"]).any() for chunk in pack.chunks)
     )
     assert bad > 1
     with pytest.raises(DivergedError, match=f"the loss of step {bad} is nan: lower optimizer.learning_rate"):
@@ -247,7 +244,7 @@ def test_a_new_run_starts_from_another_ones_parameters(
 def test_a_checkpoint_that_was_copied_from_another_run_is_refused(
     prepared: Prepared, programs: Programs, undisturbed: tuple[Path, Outcome]
 ) -> None:
-    other = dataclasses.replace(prepared, identity={**prepared.identity, "processes": 2})
+    other = dataclasses.replace(prepared, identity={**prepared.identity, "job": 2})
     with pytest.raises(
         CheckpointError, match=r"checkpoint 18 belongs to another run: its fingerprint is .*, this run's"
     ):

@@ -131,7 +131,7 @@ def test_a_run_prints_its_result_and_leaves_its_files(config: Path, tmp_path: Pa
         assert f"{arm['cost_cv']:>13.4f}{arm['sync_waste']:>13.4f}{arm['total_waste']:>13.4f}" in output
     assert (run_dir / "run.png").read_bytes().startswith(b"\x89PNG")
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
-    assert (run_dir / "checkpoints" / str(STEPS) / "data" / "process_0-of-1.json").exists()
+    assert (run_dir / "checkpoints" / str(STEPS) / "data" / "lane_0-of-1.json").exists()
 
     # A second run does not touch it, and a resumed one that is over already changes nothing.
     before = (run_dir / METRICS_FILE).read_text()

@@ -12,7 +12,8 @@ import numpy as np
 from bcl_grain.layouts import RowPackedLayout
 from train.config import BalanceConfig, CorpusConfig, OptimizerConfig, RuntimeConfig, TrainConfig
 from train.model import ModelConfig
-from train.prepare import Prepared, Topology, prepare
+from train.prepare import Prepared, prepare
+from train.topology import Topology
 
 NUM_PAIRS = 120
 STEPS = 18

@@ -26,9 +26,10 @@ from train.compiling import enable_compile_cache
 from train.config import TrainConfig
 from train.data import train_dataset
 from train.overrides import load_config, override
-from train.prepare import Prepared, Topology, prepare
+from train.prepare import Prepared, prepare
 from train.programs import Programs, compile_programs
 from train.step import Chunk
+from train.topology import Topology
 
 EXIT_DONE, EXIT_BAD_INPUT = 0, 2
 
@@ -68,13 +69,9 @@ def take_packs(prepared: Prepared, steps: int) -> list[list[Chunk]]:
             prior=prepared.prior,
             lay_out=prepared.lay_out,
             seed=prepared.config.seed,
-            shard=0,
-            num_shards=1,
-            ranks_per_shard=1,
-            prefetch_packs=0,
         )
     )
-    return [list(pack.chunks) for pack in itertools.islice(iterator, steps)]
+    return [[chunk for pack in packs for chunk in pack.chunks] for packs in itertools.islice(iterator, steps)]
 
 
 def describe(result: Calibration) -> list[str]:

@@ -17,6 +17,7 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
+from train.lane_checkpoint import LaneHandler, LanesRestore, LanesSave
 from train.model import Params
 from train.state import TrainState
 
@@ -46,19 +47,30 @@ def check_run_dir(run_dir: Path, identity: Mapping[str, Any], *, resume: bool) -
                 f"{str(run_dir)!r} is not empty: pass --resume to go on with the run in it, or another --run_dir"
             )
         return
-    try:
-        saved = json.loads((run_dir / IDENTITY_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"there is no run to resume in {str(run_dir)!r} ({IDENTITY_FILE}: {error}): start one without --resume"
-        ) from error
-    differences = find_differences(saved, json.loads(json.dumps(identity)))
+    differences = find_differences(saved_identity(run_dir), json.loads(json.dumps(identity)))
     if differences:
         raise ValueError(
             f"{str(run_dir)!r} belongs to another run: "
             + "; ".join(f"{name} was {then}, now {now}" for name, then, now in differences)
             + ". Resume with the settings it was started with, or start a new run in another --run_dir"
         )
+
+
+def saved_identity(run_dir: Path) -> dict[str, Any]:
+    """Returns the identity of the run in a directory.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    try:
+        saved = json.loads((run_dir / IDENTITY_FILE).read_text())
+        if not isinstance(saved, dict):
+            raise ValueError(f"expected an object, got {type(saved).__name__}")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"there is no run to resume in {str(run_dir)!r} ({IDENTITY_FILE}: {error}): start one without --resume"
+        ) from error
+    return saved
 
 
 def claim_run_dir(run_dir: Path, identity: Mapping[str, Any]) -> None:
@@ -127,7 +139,7 @@ class Checkpoints:
             args=ocp.args.Composite(
                 params=ocp.args.PyTreeSave(state.params),
                 optimizer=ocp.args.PyTreeSave({"step": state.step, "opt_state": state.opt_state}),
-                data=grain.checkpoint.CheckpointSave(iterator),
+                data=LanesSave(iterator),
                 meta=ocp.args.JsonSave({"fingerprint": self._fingerprint}),
             ),
         )
@@ -155,7 +167,7 @@ class Checkpoints:
             args=ocp.args.Composite(
                 params=_restore_args(abstract_state.params),
                 optimizer=_restore_args(optimizer),
-                data=grain.checkpoint.CheckpointRestore(iterator),
+                data=LanesRestore(iterator),
             ),
         )
         return TrainState(params=restored["params"], **restored["optimizer"])
@@ -211,7 +223,7 @@ def _manager(run_dir: Path, **options: Any) -> ocp.CheckpointManager:
     handlers = {
         "params": _array_handler(),
         "optimizer": _array_handler(),
-        "data": grain.checkpoint.CheckpointHandler(),
+        "data": LaneHandler(),
         "meta": ocp.JsonCheckpointHandler(),
     }
     return ocp.CheckpointManager(

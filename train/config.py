@@ -59,6 +59,10 @@ class BalanceConfig:
             them where the corpus has no more, else a random sample. 0 for none.
         cost_table: A file that `python -m train.calibrate` wrote for this model and layout: costs are its seconds.
             Default: the model's FLOPs.
+        lanes: Streams that the data is dealt out to, each balanced on its own; fixed for the life of a run, which may
+            run on any number of processes that divides it. Default: one for each process at the first start.
+        packs_per_step: Packs of a lane in one step. Default: one for each device that serves the lane at the first
+            start. A step has `lanes * packs_per_step` packs, on however many devices.
     """
 
     pack_size: int = 16
@@ -67,9 +71,14 @@ class BalanceConfig:
     order: Order = "aligned"
     prior_records: int = 100_000
     cost_table: str | None = None
+    lanes: int | None = None
+    packs_per_step: int | None = None
 
     def __post_init__(self) -> None:
         _check_least(self, "prior_records", 0)
+        for name in ("lanes", "packs_per_step"):
+            if getattr(self, name) is not None:
+                _check_least(self, name, 1)
         PlannerConfig(pack_size=self.pack_size, lookahead=self.lookahead, policy=self.policy, order=self.order)
 
 
@@ -106,7 +115,7 @@ class RuntimeConfig:
     None of it changes what is learned: a resumed run may have another.
 
     Attributes:
-        prefetch_packs: Packs that a thread keeps ready; 0 for none.
+        prefetch_steps: Steps whose packs a thread keeps ready; 0 for none.
         eval_every: Steps between evaluations; the start and the end are always evaluated.
         checkpoint_every: Steps between checkpoints; the end is always saved.
         keep_checkpoints: Checkpoints that stay.
@@ -115,7 +124,7 @@ class RuntimeConfig:
         attention: The kernel; `auto` takes the fastest that the device and the layout allow (docs/attention.md).
     """
 
-    prefetch_packs: int = 4
+    prefetch_steps: int = 2
     eval_every: int = 50
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
@@ -124,7 +133,7 @@ class RuntimeConfig:
     attention: AttentionName = "auto"
 
     def __post_init__(self) -> None:
-        _check_least(self, "prefetch_packs", 0)
+        _check_least(self, "prefetch_steps", 0)
         for name in ("eval_every", "checkpoint_every", "keep_checkpoints", "simulated_ranks", "simulated_steps"):
             _check_least(self, name, 1)
 

@@ -1,4 +1,4 @@
-"""The input pipeline: records -> caps -> global shuffle -> shard -> BCL -> layout -> prefetch.
+"""The input pipeline: records -> caps -> global shuffle -> lanes, in each BCL -> layout -> prefetch.
 
 Records live in memory and are read at random, so that a shuffle is global and a restore reads only what it needs.
 """
@@ -96,7 +96,7 @@ class JobSize:
 
 
 def job_size(num_records: int, *, pack_size: int, ranks: int, steps: int | None, epochs: int) -> JobSize:
-    """Returns the size of a job of `steps` steps, or without it of as many as `epochs` epochs fill.
+    """Returns the size of a job of `steps` steps of `ranks` packs, or without it of as many as `epochs` epochs fill.
 
     Records may cross an epoch's end inside a pack: the stream is cut into steps once, not once an epoch.
 
@@ -190,32 +190,44 @@ def train_dataset(
     prior: CostPrior | None,
     lay_out: LayOut,
     seed: int,
-    shard: int,
-    num_shards: int,
-    ranks_per_shard: int,
-    prefetch_packs: int,
-) -> grain.IterDataset[Pack]:
-    """Returns the packs of one shard; `ranks_per_shard` consecutive ones belong to one step.
+    host: int = 0,
+    num_hosts: int = 1,
+    prefetch_steps: int = 0,
+) -> grain.IterDataset[list[Pack]]:
+    """Returns the steps of one host: the packs of the lanes that it serves.
 
-    With `prefetch_packs` a thread lays them out ahead. An iterator must be closed then before the interpreter ends,
+    With `prefetch_steps` a thread lays them out ahead. An iterator must be closed then before the interpreter ends,
     or the process aborts.
     """
-    ds = arrivals(records, job, seed=seed, shard=shard, num_shards=num_shards).to_iter_dataset(READ_IN_PLACE)
-    ds = ds.pipe(
-        bcl.BatchCostLookaheadIterDataset,
-        pack_size=balance.pack_size,
-        packs_per_step=ranks_per_shard,
-        lookahead=balance.lookahead,
-        policy=balance.policy,
-        order=balance.order,
-        num_packs=job.steps * ranks_per_shard,
-        prior=prior,
-        seed=seed,
-        cost_fn=lay_out.cost,
-    ).map(lay_out)
-    if not prefetch_packs:
+    packs_per_step = balance.packs_per_step or 1
+
+    def lane(shard: grain.MapDataset[Record], number: int) -> grain.IterDataset[Pack]:
+        del number  # the order's key is the same on all lanes, so that the policy may align them
+        packs = shard.to_iter_dataset(READ_IN_PLACE).pipe(
+            bcl.BatchCostLookaheadIterDataset,
+            pack_size=balance.pack_size,
+            packs_per_step=packs_per_step,
+            lookahead=balance.lookahead,
+            policy=balance.policy,
+            order=balance.order,
+            num_packs=job.steps * packs_per_step,
+            prior=prior,
+            seed=seed,
+            cost_fn=lay_out.cost,
+        )
+        return packs.map(lay_out)
+
+    ds: grain.IterDataset[list[Pack]] = bcl.serve_lanes(
+        arrivals(records, job, seed=seed, shard=0, num_shards=1),
+        lane,
+        num_lanes=balance.lanes or num_hosts,
+        host=host,
+        num_hosts=num_hosts,
+        packs_per_step=packs_per_step,
+    )
+    if not prefetch_steps:
         return ds
-    return grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=prefetch_packs)
+    return grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=prefetch_steps)
 
 
 def eval_chunks(

@@ -33,6 +33,7 @@ from train.programs import Metrics, Programs, compile_programs
 from train.state import TrainState
 from train.step import Chunk, evaluate, init_state, train_step
 from train.stopping import StopRequest
+from train.topology import deal
 
 
 class DivergedError(Exception):
@@ -141,7 +142,7 @@ def run_training(
         )
 
 
-def _train_iterator(prepared: Prepared) -> grain.DatasetIterator[Pack]:
+def _train_iterator(prepared: Prepared) -> grain.DatasetIterator[list[Pack]]:
     topology, config = prepared.topology, prepared.config
     return iter(
         train_dataset(
@@ -151,10 +152,9 @@ def _train_iterator(prepared: Prepared) -> grain.DatasetIterator[Pack]:
             prior=prepared.prior,
             lay_out=prepared.lay_out,
             seed=config.seed,
-            shard=topology.process_index,
-            num_shards=topology.process_count,
-            ranks_per_shard=topology.local_devices,
-            prefetch_packs=config.runtime.prefetch_packs,
+            host=topology.process_index,
+            num_hosts=topology.process_count,
+            prefetch_steps=config.runtime.prefetch_steps,
         )
     )
 
@@ -166,7 +166,7 @@ class _Loop:
         self,
         prepared: Prepared,
         programs: Programs,
-        iterator: grain.DatasetIterator[Pack],
+        iterator: grain.DatasetIterator[list[Pack]],
         checkpoints: Checkpoints,
         log: MetricsLog,
         counter: CompileCounter,
@@ -197,9 +197,11 @@ class _Loop:
             before: _Dispatched | None = None
             while step < last:
                 begin = time.monotonic()
-                packs = [next(self._iterator) for _ in self._programs.local_devices]
+                packs = next(self._iterator)
                 data_seconds = time.monotonic() - begin
-                state, metrics = train_step(self._programs, state, [pack.chunks for pack in packs])
+                state, metrics = train_step(
+                    self._programs, state, chunks_by_device(packs, len(self._programs.local_devices))
+                )
                 step += 1
                 now = _Dispatched(step=step, metrics=metrics, packs=packs, data_seconds=data_seconds)
                 if before is not None:
@@ -270,6 +272,11 @@ def _eval_packs(prepared: Prepared, num_devices: int) -> list[list[Chunk]]:
         num_shards=prepared.topology.process_count,
     )
     return [[*chunks[device::num_devices]] for device in range(num_devices)]
+
+
+def chunks_by_device(packs: Sequence[Pack], num_devices: int) -> list[list[Chunk]]:
+    """Deals a step's packs out to the local devices."""
+    return [[chunk for pack in own for chunk in pack.chunks] for own in deal(packs, num_devices)]
 
 
 def _pack_figures(packs: Sequence[Pack]) -> Mapping[str, float]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from train.checkpoints import CheckpointError, check_run_dir, latest_step
+from train.checkpoints import CheckpointError, check_run_dir, latest_step, saved_identity
 from train.compiling import enable_compile_cache
 from train.loop import DivergedError, run_training, warm_up
 from train.overrides import load_config, override
-from train.prepare import Topology, prepare
+from train.prepare import prepare
 from train.report import report
+from train.topology import Topology, recall_lanes
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 
@@ -51,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
         if _STEPS.value is not None:
             config = dataclasses.replace(config, steps=_STEPS.value)
         run_dir = _run_dir()
+        if _RESUME.value:
+            config = dataclasses.replace(config, balance=recall_lanes(config.balance, saved_identity(run_dir)))
         if _COMPILE_CACHE.value:
             enable_compile_cache(Path(_COMPILE_CACHE.value).absolute())
         prepared = prepare(config, Topology.current())

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from bcl_grain.cost_prior import CostPrior
@@ -22,38 +21,10 @@ from train.library import library_pairs
 from train.model import ModelConfig
 from train.state import Optimizer, make_optimizer
 from train.tokenizers import ByteTokenizer, Record, Tokenizer, load_tokenizer, to_record
+from train.topology import Topology, packs_per_step, settle_lanes
 
 Say = Callable[[str], None]
 """Takes a line for the user."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Topology:
-    """Who takes part in the job. The one place that knows how many processes there are.
-
-    Attributes:
-        process_index: This process.
-        process_count: All of them; each reads a shard of its own.
-        local_devices: Devices of each process.
-    """
-
-    process_index: int
-    process_count: int
-    local_devices: int
-
-    @classmethod
-    def current(cls) -> Topology:
-        """Returns what JAX says."""
-        return cls(
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
-            local_devices=jax.local_device_count(),
-        )
-
-    @property
-    def ranks(self) -> int:
-        """Devices of all processes."""
-        return self.process_count * self.local_devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +78,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     Raises:
         ValueError: If an input is unreadable, or the settings don't fit the corpus; the message names the remedy.
     """
+    config = dataclasses.replace(config, balance=settle_lanes(config.balance, topology))
     tokenizer = _tokenizer(config.corpus)
     split = _split(config.corpus, say)
     train = _records(split.train, "training", tokenizer, config.corpus, say)
@@ -114,7 +86,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     job = job_size(
         len(train),
         pack_size=config.balance.pack_size,
-        ranks=topology.ranks,
+        ranks=packs_per_step(config.balance),
         steps=config.steps,
         epochs=config.epochs,
     )
@@ -125,8 +97,6 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         "config": config.identity(),
         "data": {"train_checksum": data_checksum(train), "eval_checksum": data_checksum(evaluation)},
         "job": dataclasses.asdict(job),
-        "processes": topology.process_count,
-        "devices_per_process": topology.local_devices,
     }
     if isinstance(lay_out.cost, TableCost):
         identity["cost"] = dataclasses.asdict(lay_out.cost)
