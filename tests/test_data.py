@@ -49,7 +49,7 @@ LAY_OUT = LayOut(LAYOUT, TransformerCost(1.0, 0.01))
 
 
 def dataset(
-    job: JobSize, policy: Any = "streaming", *, lanes: int = 1, packs_per_step: int = 2, prefetch: int = 0, **host: int
+    job: JobSize, policy: Any = "streaming", *, lanes: int = 1, packs_per_step: int = 2, prefetch: int = 0, **host: Any
 ) -> Any:
     balance = BalanceConfig(pack_size=4, lookahead=3, policy=policy, lanes=lanes, packs_per_step=packs_per_step)
     return train_dataset(

@@ -21,7 +21,7 @@ from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
 from train.checkpoints import CheckpointError, Checkpoints, check_run_dir, claim_run_dir, find_differences, load_params
 from train.config import RuntimeConfig
 from train.data import train_dataset
-from train.loop import DivergedError, Outcome, run_training, warm_up
+from train.loop import DivergedError, LateCompilationError, Outcome, run_training, warm_up
 from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
 from train.prepare import Prepared, prepare
 from train.programs import Programs
@@ -37,7 +37,11 @@ def quiet(line: str) -> None:
 
 def figures(run_dir: Path) -> list[Event]:
     """A run's events without what a clock says."""
-    return [{name: value for name, value in event.items() if name not in TIMES} for event in read_events(run_dir)]
+    return [
+        {name: value for name, value in event.items() if name not in TIMES}
+        for event in read_events(run_dir)
+        if event["kind"] != "time"
+    ]
 
 
 def loss_tokens(prepared: Prepared) -> float:
@@ -159,9 +163,9 @@ def test_metrics_of_a_step_are_read_after_the_next_is_dispatched(
         order.append("dispatch")
         return dispatch(*args)
 
-    def noting_write(self: MetricsLog, kind: str, step: int, values: Any) -> None:
+    def noting_write(self: MetricsLog, kind: str, step: int, *values: Any) -> None:
         order.append(f"{kind} {step}")
-        write(self, kind, step, values)
+        write(self, kind, step, *values)
 
     monkeypatch.setattr(train.loop, "train_step", noting_dispatch)
     monkeypatch.setattr(MetricsLog, "write", noting_write)
@@ -170,8 +174,8 @@ def test_metrics_of_a_step_are_read_after_the_next_is_dispatched(
     run = dataclasses.replace(prepared, config=config, job=dataclasses.replace(prepared.job, steps=4))
     run_training(run, programs, tmp_path, say=quiet)
     assert order == [
-        *("eval 0", "dispatch", "dispatch", "train 1", "dispatch", "train 2", "train 3", "eval 3"),
-        *("dispatch", "train 4", "eval 4"),
+        *("eval 0", "dispatch", "dispatch", "train 1", "dispatch", "train 2", "train 3", "time 1", "eval 3"),
+        *("dispatch", "train 4", "time 3", "eval 4"),
     ]
 
 
@@ -216,10 +220,16 @@ def test_a_compilation_after_warm_up_is_counted_and_warned_of(
         return original(*args)
 
     monkeypatch.setattr(train.loop, "train_step", compiling)
-    run = dataclasses.replace(prepared, job=dataclasses.replace(prepared.job, steps=2))
+    runtime = dataclasses.replace(prepared.config.runtime, on_late_compilation="warn")
+    config = dataclasses.replace(prepared.config, runtime=runtime)
+    run = dataclasses.replace(prepared, config=config, job=dataclasses.replace(prepared.job, steps=2))
     with caplog.at_level(logging.WARNING, logger="absl"):
-        outcome = run_training(run, programs, tmp_path, say=quiet)
+        outcome = run_training(run, programs, tmp_path / "warned", say=quiet)
     assert outcome.late_programs >= 2
+    train_events = [event for event in read_events(tmp_path / "warned") if event["kind"] == "train"]
+    assert train_events[-1]["compilations"] >= 1
+    with pytest.raises(LateCompilationError, match=r"\d+ programs were compiled after warm-up, by step 1"):
+        run_training(dataclasses.replace(run, config=prepared.config), programs, tmp_path / "failed", say=quiet)
     assert "programs were compiled after warm-up, by step 1" in caplog.text
 
 

@@ -25,7 +25,7 @@ from train import main as command
 from train.loop import warm_up
 from train.metrics_log import METRICS_FILE, read_events
 from train.overrides import load_config, override
-from train.prepare import Prepared
+from train.prepare import Prepared, Say
 from train.programs import Programs
 
 ROOT = Path(__file__).parents[1]
@@ -45,9 +45,9 @@ def parsed_flags() -> Iterator[None]:
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs in this process have one model and one layout: the first one's programs serve the others too."""
 
-    def once(prepared: Prepared) -> Programs:
+    def once(prepared: Prepared, say: Say) -> Programs:
         if not _COMPILED:
-            _COMPILED.append(warm_up(prepared))
+            _COMPILED.append(warm_up(prepared, say))
         return _COMPILED[0]
 
     monkeypatch.setattr(command, "warm_up", once)
@@ -88,7 +88,7 @@ def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> N
 
 
 def losses(run_dir: Path) -> list[tuple[str, int, float]]:
-    return [(event["kind"], event["step"], event["loss"]) for event in read_events(run_dir)]
+    return [(event["kind"], event["step"], event["loss"]) for event in read_events(run_dir) if event["kind"] != "time"]
 
 
 def test_a_killed_run_resumes_bit_for_bit(config: Path, tmp_path: Path) -> None:

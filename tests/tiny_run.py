@@ -36,7 +36,9 @@ def tiny_config(corpus: Path, **changes: Any) -> TrainConfig:
         layout=RowPackedLayout(length=64, rows_per_chunk=2, heights=(1,)),
         model=ModelConfig(vocab_size=1, layers=1, width=8, heads=2, kv_heads=1, head_dim=4, hidden=8),
         optimizer=OptimizerConfig(warmup_steps=2),
-        runtime=RuntimeConfig(eval_every=5, checkpoint_every=4, simulated_ranks=2, simulated_steps=6),
+        runtime=RuntimeConfig(
+            on_late_compilation="error", eval_every=5, checkpoint_every=4, simulated_ranks=2, simulated_steps=6
+        ),
         steps=STEPS,
     )
     return dataclasses.replace(config, **changes)

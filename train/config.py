@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from bcl_grain.layouts import Layout, RowPackedLayout
+from bcl_grain.layouts import Layout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.planner import Order, PlannerConfig, Policy
 from train.attention import AttentionName
 from train.corpus import EVAL_SHARE
@@ -121,6 +121,8 @@ class RuntimeConfig:
         keep_checkpoints: Checkpoints that stay.
         simulated_ranks: Ranks of the comparison of the policy with arrival.
         simulated_steps: Its steps.
+        zero1: Keep a part of the optimizer's state on each device instead of a copy on all (ZeRO-1): less memory.
+        on_late_compilation: What a compilation after warm-up is: a `warn`ing or an `error`.
         attention: The kernel; `auto` takes the fastest that the device and the layout allow (docs/attention.md).
     """
 
@@ -130,6 +132,8 @@ class RuntimeConfig:
     keep_checkpoints: int = 2
     simulated_ranks: int = 8
     simulated_steps: int = 160
+    zero1: bool = False
+    on_late_compilation: Literal["warn", "error"] = "warn"
     attention: AttentionName = "auto"
 
     def __post_init__(self) -> None:
@@ -153,6 +157,9 @@ class TrainConfig:
         epochs: Times that the corpus is read, if `steps` is None.
         constant_denominator: Divide gradients by the *expected* number of tokens of a step instead of its own: then
             every token weighs the same, whatever the order of steps.
+        step: `decoupled`: each device runs its own chunks, then all update. `spmd`: the whole step is one program for
+            all devices; every pack must fit one shape, that of a `RowPackedOneShapeLayout` or one that `fit_shape`
+            proposes for the length of a `RowPackedLayout`.
         seed: Key of the parameters, the shuffle and the order.
 
     Raises:
@@ -170,6 +177,7 @@ class TrainConfig:
     steps: int | None = None
     epochs: int = 1
     constant_denominator: bool = False
+    step: Literal["decoupled", "spmd"] = "decoupled"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -177,6 +185,13 @@ class TrainConfig:
             _check_least(self, "steps", 1)
         _check_least(self, "epochs", 1)
         _check_least(self, "seed", 0)
+        if self.step not in ("decoupled", "spmd"):
+            raise ValueError(f"step must be 'decoupled' or 'spmd', got {self.step!r}")
+        if self.step == "spmd" and not isinstance(self.layout, RowPackedLayout | RowPackedOneShapeLayout):
+            raise ValueError(
+                f"step 'spmd' needs packs of one shape, which {type(self.layout).__name__} does not give: use "
+                "RowPackedOneShapeLayout, or RowPackedLayout for a shape that follows from the data"
+            )
         longest = max(length for _, length in self.layout.shapes)
         if self.corpus.max_tokens > longest:
             raise ValueError(

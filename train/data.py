@@ -190,14 +190,15 @@ def train_dataset(
     prior: CostPrior | None,
     lay_out: LayOut,
     seed: int,
+    capacity: tuple[int, int] | None = None,
     host: int = 0,
     num_hosts: int = 1,
     prefetch_steps: int = 0,
 ) -> grain.IterDataset[list[Pack]]:
     """Returns the steps of one host: the packs of the lanes that it serves.
 
-    With `prefetch_steps` a thread lays them out ahead. An iterator must be closed then before the interpreter ends,
-    or the process aborts.
+    With a `capacity` every pack fits so many (rows, length). With `prefetch_steps` a thread lays them out ahead. An
+    iterator must be closed then before the interpreter ends, or the process aborts.
     """
     packs_per_step = balance.packs_per_step or 1
 
@@ -214,6 +215,8 @@ def train_dataset(
             prior=prior,
             seed=seed,
             cost_fn=lay_out.cost,
+            capacity=capacity,
+            size_fn=None if capacity is None else _num_tokens,
         )
         return packs.map(lay_out)
 
@@ -228,6 +231,10 @@ def train_dataset(
     if not prefetch_steps:
         return ds
     return grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=prefetch_steps)
+
+
+def _num_tokens(record: Record) -> int:
+    return len(record["tokens"])
 
 
 def eval_chunks(

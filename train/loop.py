@@ -2,11 +2,13 @@
 
 The order inside a step must not change:
 
-1. take the step's packs from the pipeline, one for each local device;
+1. take the step's packs from the pipeline, those of the lanes that this process serves;
 2. dispatch the update;
 3. only now read the metrics of the step before, so that the devices never wait for the host;
 4. at a boundary: read this step's metrics too (a diverged state is never saved), evaluate, save. The pipeline has then
    given exactly the packs of the updates made, so that both are saved as of the same moment.
+
+All processes go through it in step. Process 0 alone writes the run's files, checkpoints aside, and speaks to the user.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ from absl import logging
 from tqdm import tqdm
 
 from train.checkpoints import Checkpoints, claim_run_dir, load_params
+from train.clock import StepClock, Watch
 from train.compiling import CompileCounter
 from train.config import fingerprint
 from train.data import Pack, eval_chunks, train_dataset
+from train.global_programs import Metrics
 from train.metrics_log import MetricsLog
+from train.notes import decode, note_of, pack_figures, time_figures
 from train.prepare import Prepared, Say
-from train.programs import Metrics, Programs, compile_programs
+from train.processes import agree
+from train.programs import Programs, compile_programs
 from train.state import TrainState
 from train.step import Chunk, evaluate, init_state, train_step
 from train.stopping import StopRequest
@@ -38,6 +44,10 @@ from train.topology import deal
 
 class DivergedError(Exception):
     """The loss is no longer a number."""
+
+
+class LateCompilationError(Exception):
+    """A program was compiled after warm-up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,13 +73,12 @@ class _Dispatched:
 
     step: int
     metrics: Metrics
-    packs: Sequence[Pack]
     data_seconds: float
+    watch: Watch
 
 
 def warm_up(prepared: Prepared, say: Say = print) -> Programs:
     """Compiles everything that the run will need."""
-    counter = CompileCounter()
     programs = compile_programs(
         prepared.model,
         prepared.optimizer,
@@ -77,10 +86,13 @@ def warm_up(prepared: Prepared, say: Say = print) -> Programs:
         expected_tokens=prepared.expected_tokens,
         one_record_rows=prepared.one_record_rows,
         attention=prepared.config.runtime.attention,
+        zero1=prepared.config.runtime.zero1,
+        spmd_packs=prepared.spmd_packs,
     )
+    compiled, cache_hits, seconds = programs.warm_up
     say(
-        f"warm-up: {counter.programs} programs for the chunk shapes {programs.shapes} in "
-        f"{programs.compile_seconds:.1f} s, {counter.cache_hits} of them from the compile cache"
+        f"warm-up: {compiled} programs for the chunk shapes {programs.shapes} in {seconds:.1f} s, {cache_hits} of them "
+        "from the compile cache"
     )
     return programs
 
@@ -116,7 +128,9 @@ def run_training(
     if init is not None:
         state = dataclasses.replace(state, params=load_params(init, programs.abstract_state.params))
         say(f"parameters from {init}")
-    claim_run_dir(run_dir, prepared.identity)
+    main = prepared.topology.is_main
+    if main:
+        claim_run_dir(run_dir, prepared.identity)
     stop = StopRequest() if stop is None else stop
     with contextlib.ExitStack() as cleanup:
         checkpoints = Checkpoints(
@@ -125,18 +139,22 @@ def run_training(
         cleanup.callback(checkpoints.close)
         iterator = _train_iterator(prepared)
         cleanup.callback(iterator.close)
+        agree({"latest checkpoint": checkpoints.latest_step})
         if checkpoints.latest_step is not None:
             state = checkpoints.restore(programs.abstract_state, iterator)
             say(f"resumed at step {int(state.step)} of {prepared.job.steps}")
-        log = MetricsLog(run_dir, first_step=int(state.step))
-        cleanup.callback(log.close)
+        log = None
+        if main:
+            log = MetricsLog(run_dir, first_step=int(state.step))
+            cleanup.callback(log.close)
+        clock = cleanup.enter_context(StepClock(len(programs.local_devices)))
         counter, start = CompileCounter(), time.monotonic()
-        loop = _Loop(prepared, programs, iterator, checkpoints, log, counter, say)
+        loop = _Loop(prepared, programs, iterator, checkpoints, log, clock, counter, say)
         with stop.listening():
             step = loop.run(state, stop)
         return Outcome(
             step=step,
-            stopped_by=stop.signal_name if step < prepared.job.steps else None,
+            stopped_by=(stop.signal_name or "another process") if step < prepared.job.steps else None,
             late_programs=counter.programs,
             training_seconds=time.monotonic() - start,
         )
@@ -152,6 +170,7 @@ def _train_iterator(prepared: Prepared) -> grain.DatasetIterator[list[Pack]]:
             prior=prepared.prior,
             lay_out=prepared.lay_out,
             seed=config.seed,
+            capacity=prepared.one_shape,
             host=topology.process_index,
             num_hosts=topology.process_count,
             prefetch_steps=config.runtime.prefetch_steps,
@@ -168,7 +187,8 @@ class _Loop:
         programs: Programs,
         iterator: grain.DatasetIterator[list[Pack]],
         checkpoints: Checkpoints,
-        log: MetricsLog,
+        log: MetricsLog | None,
+        clock: StepClock,
         counter: CompileCounter,
         say: Say,
     ) -> None:
@@ -177,12 +197,15 @@ class _Loop:
         self._iterator = iterator
         self._checkpoints = checkpoints
         self._log = log
+        self._clock = clock
         self._counter = counter
         self._say = say
         self._compiled = 0
         self._eval_packs = _eval_packs(prepared, len(programs.local_devices))
         self._recent_losses: list[float] = []
-        self._clock = 0.0
+        self._last_read = 0.0
+        self._times: list[dict[str, Any]] = [{}] * len(programs.local_devices)  # what the next notes tell of time
+        self._asked_to_stop = False  # by any process's note
         self._progress: Any = None
 
     def run(self, state: TrainState, stop: StopRequest) -> int:
@@ -190,24 +213,19 @@ class _Loop:
         runtime, last = self._prepared.config.runtime, self._prepared.job.steps
         step = int(state.step)
         # Shown only on a terminal; a log file gets the evaluations' lines.
-        with tqdm(total=last, initial=step, unit="step", disable=None) as self._progress:
+        hidden = None if self._prepared.topology.is_main else True
+        with tqdm(total=last, initial=step, unit="step", disable=hidden) as self._progress:
             if step == 0:
                 self._evaluate(state, step)
-            self._clock = time.monotonic()
+            self._restart_clocks()
             before: _Dispatched | None = None
             while step < last:
-                begin = time.monotonic()
-                packs = next(self._iterator)
-                data_seconds = time.monotonic() - begin
-                state, metrics = train_step(
-                    self._programs, state, chunks_by_device(packs, len(self._programs.local_devices))
-                )
                 step += 1
-                now = _Dispatched(step=step, metrics=metrics, packs=packs, data_seconds=data_seconds)
+                state, now = self._dispatch(state, step, stop)
                 if before is not None:
                     self._read(before)
                 before = now
-                stopping = stop.signal_name is not None
+                stopping = self._stopping(stop)
                 evaluating = step % runtime.eval_every == 0 or step == last
                 saving = step % runtime.checkpoint_every == 0 or step == last or stopping
                 if evaluating or saving:
@@ -217,33 +235,67 @@ class _Loop:
                         self._evaluate(state, step)
                     if saving:
                         self._checkpoints.save(state, self._iterator)
-                    self._clock = time.monotonic()
+                    self._restart_clocks()
                 if stopping:
                     break
         return step
 
+    def _dispatch(self, state: TrainState, step: int, stop: StopRequest) -> tuple[TrainState, _Dispatched]:
+        begin = time.monotonic()
+        packs = deal(next(self._iterator), len(self._programs.local_devices))
+        ready = time.monotonic()
+        asked = stop.signal_name is not None
+        notes = [note_of(own, stop=asked, **times) for own, times in zip(packs, self._times, strict=True)]
+        self._times = [{}] * len(notes)
+        chunks = [[chunk for pack in own for chunk in pack.chunks] for own in packs]
+        state, metrics = train_step(self._programs, state, chunks, None, notes, self._clock.dispatched)
+        watch = self._clock.watch(ready, metrics["loss"])
+        return state, _Dispatched(step=step, metrics=metrics, data_seconds=ready - begin, watch=watch)
+
+    def _stopping(self, stop: StopRequest) -> bool:
+        """Whether this is the last step for now; several processes must decide alike, by what all have read."""
+        if self._prepared.topology.process_count > 1:
+            return self._asked_to_stop
+        return stop.signal_name is not None
+
+    def _restart_clocks(self) -> None:
+        self._last_read = time.monotonic()
+        self._clock.restart()
+
     def _read(self, done: _Dispatched) -> None:
         """Waits for an update and writes down what it did."""
-        values = {name: float(value) for name, value in done.metrics.items()}
+        values = {name: float(value) for name, value in done.metrics.items() if name != "notes"}
+        notes = decode(done.metrics["notes"])
         if not math.isfinite(values["loss"]):
             raise DivergedError(
                 f"the loss of step {done.step} is {values['loss']}: lower optimizer.learning_rate, raise "
                 "optimizer.warmup_steps, or look at the records of this step. The last checkpoint is from before it"
             )
         now = time.monotonic()
-        times = {"step_seconds": now - self._clock, "data_seconds": done.data_seconds}
-        self._log.write("train", done.step, {**values, **_pack_figures(done.packs), **times})
-        self._clock = now
+        seconds = {"step_seconds": now - self._last_read, "data_seconds": done.data_seconds}
+        self._last_read = now
+        self._check_compilations(done.step)
+        self._write("train", done.step, {**values, **pack_figures(notes), "compilations": self._compiled, **seconds})
+        if notes["timed_step"][0]:
+            figures, by_rank = time_figures(notes)
+            self._write("time", int(notes["timed_step"][0]), figures, by_rank)
+        self._asked_to_stop = self._asked_to_stop or bool(notes["stop"].any())
+        self._times = _time_notes(done)
         self._recent_losses.append(values["loss"])
         self._progress.set_postfix(loss=f"{values['loss']:.3f}", refresh=False)
         self._progress.update()
-        self._check_compilations(done.step)
+
+    def _write(
+        self, kind: str, step: int, values: Mapping[str, float], by_rank: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
+        if self._log is not None:
+            self._log.write(kind, step, values, by_rank)
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         begin = time.monotonic()
         metrics = evaluate(self._programs, state.params, self._eval_packs)
         values = {name: float(value) for name, value in metrics.items()}
-        self._log.write("eval", step, values | {"eval_seconds": time.monotonic() - begin})
+        self._write("eval", step, values | {"eval_seconds": time.monotonic() - begin})
         line = f"step {step:>5}/{self._prepared.job.steps}: eval loss {values['loss']:.4f}"
         if self._recent_losses:
             mean = sum(self._recent_losses) / len(self._recent_losses)
@@ -254,11 +306,11 @@ class _Loop:
 
     def _check_compilations(self, step: int) -> None:
         if self._counter.programs > self._compiled:
-            logging.warning(
-                "%d programs were compiled after warm-up, by step %d: every program should have been compiled before",
-                self._counter.programs - self._compiled,
-                step,
-            )
+            late = self._counter.programs - self._compiled
+            message = f"{late} programs were compiled after warm-up, by step {step}: all should have been before it"
+            if self._prepared.config.runtime.on_late_compilation == "error":
+                raise LateCompilationError(message)
+            logging.warning("%s", message)
             self._compiled = self._counter.programs
 
 
@@ -266,7 +318,7 @@ def _eval_packs(prepared: Prepared, num_devices: int) -> list[list[Chunk]]:
     """Returns each local device's share of the held-out records' chunks."""
     chunks = eval_chunks(
         prepared.evaluation,
-        layout=prepared.lay_out.layout,
+        layout=prepared.eval_layout,
         pack_size=prepared.config.balance.pack_size,
         shard=prepared.topology.process_index,
         num_shards=prepared.topology.process_count,
@@ -274,19 +326,16 @@ def _eval_packs(prepared: Prepared, num_devices: int) -> list[list[Chunk]]:
     return [[*chunks[device::num_devices]] for device in range(num_devices)]
 
 
-def chunks_by_device(packs: Sequence[Pack], num_devices: int) -> list[list[Chunk]]:
-    """Deals a step's packs out to the local devices."""
-    return [[chunk for pack in own for chunk in pack.chunks] for own in deal(packs, num_devices)]
-
-
-def _pack_figures(packs: Sequence[Pack]) -> Mapping[str, float]:
-    """Returns what a step's local packs hold and cost; costs in the model's FLOPs."""
-    executed_tokens = sum(pack.executed_tokens for pack in packs)
-    return {
-        "records": sum(pack.records for pack in packs),
-        "pack_cost": sum(pack.cost for pack in packs) / len(packs),
-        "pack_cost_max": max(pack.cost for pack in packs),
-        "executed_cost_max": max(pack.executed_cost for pack in packs),
-        "chunks": sum(len(pack.chunks) for pack in packs),
-        "padding": 1 - sum(pack.tokens for pack in packs) / executed_tokens,
-    }
+def _time_notes(done: _Dispatched) -> list[dict[str, Any]]:
+    """Returns what each local device tells of the time that a step took."""
+    times = done.watch.times()
+    return [
+        {
+            "timed_step": done.step,
+            "data_seconds": done.data_seconds,
+            "idle_seconds": idle,
+            "local_seconds": local,
+            "step_seconds": times.step,
+        }
+        for idle, local in zip(times.idle, times.local, strict=True)
+    ]

@@ -2,6 +2,9 @@
 
 Exit codes: 0, all steps were made; 1, training failed; 2, bad input: settings, corpus or directory, nothing was
 trained; 75, stopped by SIGTERM or SIGINT, a checkpoint was saved and `--resume` goes on from it.
+
+Several processes make one job if each is told its place: by a cluster (`--distributed`, see docs/cluster.md), by
+`train.launch` on one machine, or by hand.
 """
 
 from __future__ import annotations
@@ -10,17 +13,22 @@ import dataclasses
 import itertools
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 from absl import app, flags, logging
 from tqdm import tqdm
 
 from train.checkpoints import CheckpointError, check_run_dir, latest_step, saved_identity
 from train.compiling import enable_compile_cache
-from train.loop import DivergedError, run_training, warm_up
+from train.loop import DivergedError, LateCompilationError, run_training, warm_up
 from train.overrides import load_config, override
-from train.prepare import prepare
+from train.prepare import Prepared, prepare
+from train.processes import DisagreementError, agree, from_main, join, leave, together, wait_for_all
 from train.report import report
 from train.topology import Topology, recall_lanes
 
@@ -32,11 +40,27 @@ _STEPS = flags.DEFINE_integer("steps", None, "Number of updates: the same as --s
 _RUN_DIR = flags.DEFINE_string("run_dir", None, "Where the run's files go. Default: runs/<config name>-<number>.")
 _RESUME = flags.DEFINE_bool("resume", False, "Goes on with the run in --run_dir, from its latest checkpoint.")
 _INIT = flags.DEFINE_string("init", None, "Directory of another run: a new run starts from its latest parameters.")
+_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One process of several: asks the cluster for its place.")
+_COORDINATOR_ADDRESS = flags.DEFINE_string("coordinator_address", None, "One of several: host:port of process 0.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "One of several: how many there are.", lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "One of several: which, from 0.", lower_bound=0)
 _COMPILE_CACHE = flags.DEFINE_string("compile_cache", "runs/xla-cache", "Keeps compiled programs; empty for none.")
 
 
 def main(argv: Sequence[str]) -> int:
     """Does what the flags say; returns the exit code."""
+    try:
+        exit_code = _main(argv)
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        print("error: this process failed, or another one has died, and with it the job", file=sys.stderr)
+        exit_code = EXIT_FAILED
+    return exit_code if exit_code in (EXIT_DONE, EXIT_STOPPED) else leave(exit_code)
+
+
+def _main(argv: Sequence[str]) -> int:
     start = time.monotonic()
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # Orbax tells a page about every checkpoint
@@ -51,35 +75,63 @@ def main(argv: Sequence[str]) -> int:
         config = override(load_config(_CONFIG.value), _SET.value)
         if _STEPS.value is not None:
             config = dataclasses.replace(config, steps=_STEPS.value)
-        run_dir = _run_dir()
-        if _RESUME.value:
-            config = dataclasses.replace(config, balance=recall_lanes(config.balance, saved_identity(run_dir)))
+        join(
+            coordinator_address=_COORDINATOR_ADDRESS.value,
+            num_processes=_NUM_PROCESSES.value,
+            process_id=_PROCESS_ID.value,
+            detect=_DISTRIBUTED.value,
+        )
         if _COMPILE_CACHE.value:
             enable_compile_cache(Path(_COMPILE_CACHE.value).absolute())
-        prepared = prepare(config, Topology.current())
+        topology = Topology.current()
+        say, write = (print, tqdm.write) if topology.is_main else (_silent, _silent)
+        run_dir = Path(from_main(lambda: str(_run_dir())))
+        if _RESUME.value:
+            identity = from_main(lambda: saved_identity(run_dir))
+            config = dataclasses.replace(config, balance=recall_lanes(config.balance, identity))
+        prepared = together(lambda: prepare(config, topology, say))
         if init is not None:
             latest_step(init)
-        check_run_dir(run_dir, prepared.identity, resume=_RESUME.value)
+        from_main(lambda: check_run_dir(run_dir, prepared.identity, resume=_RESUME.value))
+        agree(_agreement(prepared))
     except ValueError as error:
         return _fail(error, EXIT_BAD_INPUT)
-    print(f"run directory: {run_dir}; inputs ready after {time.monotonic() - start:.1f} s")
-    print(f"bigram model: eval loss {prepared.bigram_loss:.4f}, in nats a response token, as all losses here")
-    programs = warm_up(prepared)
+    say(f"run directory: {run_dir}; inputs ready after {time.monotonic() - start:.1f} s")
+    say(f"bigram model: eval loss {prepared.bigram_loss:.4f}, in nats a response token, as all losses here")
     try:
-        outcome = run_training(prepared, programs, run_dir, init=init, say=tqdm.write)
-    except CheckpointError as error:
+        programs = warm_up(prepared, say)
+        outcome = run_training(prepared, programs, run_dir, init=init, say=write)
+    except (CheckpointError, DisagreementError) as error:
         return _fail(error, EXIT_BAD_INPUT)
-    except DivergedError as error:
+    except (DivergedError, LateCompilationError) as error:
         return _fail(error, EXIT_FAILED)
     if outcome.stopped_by is not None:
-        print(
+        say(
             f"{outcome.stopped_by}: stopped after step {outcome.step} of {prepared.job.steps}, checkpoint saved. Go on "
             f"with the same command and --run_dir={run_dir} --resume"
         )
         return EXIT_STOPPED
-    report(prepared, outcome, run_dir)
-    print(f"{time.monotonic() - start:.0f} s in all")
+    if topology.is_main:
+        report(prepared, outcome, programs, run_dir)
+    wait_for_all("the report is written")
+    say(f"{time.monotonic() - start:.0f} s in all")
     return EXIT_DONE
+
+
+def _agreement(prepared: Prepared) -> dict[str, Any]:
+    """Returns what all processes must have alike, or they would wait for each other or compute nonsense."""
+    runtime = dataclasses.asdict(prepared.config.runtime)
+    del runtime["prefetch_steps"]
+    return {
+        **prepared.identity,
+        "runtime": runtime,
+        "chunk shapes": prepared.lay_out.layout.shapes,
+        "versions": {module.__name__: module.__version__ for module in (jax, np)},
+    }
+
+
+def _silent(line: str) -> None:
+    del line
 
 
 def _run_dir() -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tensorboardX import SummaryWriter
 METRICS_FILE = "metrics.jsonl"
 
 Event = dict[str, Any]
-"""One line: "kind" ("train", "eval"), "step" (updates done so far), and numbers by name."""
+"""One line: "kind" ("train", "eval", "time"), "step" (updates done so far), and numbers by name; some by rank."""
 
 
 class MetricsLog:
@@ -40,9 +40,22 @@ class MetricsLog:
             logdir=str(run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else None
         )
 
-    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Appends one event and flushes it, so that a killed run keeps what it reported."""
-        self._file.write(_line({"kind": kind, "step": step, **values}))
+    def write(
+        self,
+        kind: str,
+        step: int,
+        values: Mapping[str, float],
+        by_rank: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """Appends one event and flushes it, so that a killed run keeps what it reported.
+
+        Args:
+            kind: Kind of the event.
+            step: Updates done.
+            values: Numbers by name.
+            by_rank: Lists of numbers by name; TensorBoard does not get them.
+        """
+        self._file.write(_line({"kind": kind, "step": step, **values, **(by_rank or {})}))
         self._file.flush()
         for name, value in values.items():
             self._writer.add_scalar(f"{kind}/{name}", value, step)

@@ -12,7 +12,8 @@ import numpy as np
 from bcl_grain.cost_prior import CostPrior
 from bcl_grain.cost_table import TableCost, read_cost_table
 from bcl_grain.costs import TransformerCost
-from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout
+from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
+from bcl_grain.shapes import fit_shape
 from train.bigram import fit_bigram
 from train.config import CorpusConfig, TrainConfig
 from train.corpus import Split, describe_sizes, load_pairs, split_by_module
@@ -60,6 +61,29 @@ class Prepared:
     identity: dict[str, Any]
 
     @property
+    def one_shape(self) -> tuple[int, int] | None:
+        """The (rows, length) that every pack must fit; None if the step is decoupled."""
+        layout = self.lay_out.layout
+        if self.config.step != "spmd" or not isinstance(layout, RowPackedOneShapeLayout):
+            return None
+        return layout.rows, layout.length
+
+    @property
+    def spmd_packs(self) -> int | None:
+        """Packs of each device in a step that is one program; None if the step is decoupled."""
+        if self.one_shape is None:
+            return None
+        return packs_per_step(self.config.balance) // self.topology.ranks
+
+    @property
+    def eval_layout(self) -> Layout:
+        """How held-out records become chunks: as in training, of as many chunks as they need."""
+        layout = self.lay_out.layout
+        if not isinstance(layout, RowPackedOneShapeLayout):
+            return layout
+        return RowPackedLayout(length=layout.length, rows_per_chunk=layout.rows, pad_id=layout.pad_id)
+
+    @property
     def one_record_rows(self) -> bool:
         """Whether no row holds two records: some attention kernels serve only those."""
         return isinstance(self.lay_out.layout, BucketedLayout | PaddedLayout)
@@ -91,7 +115,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         epochs=config.epochs,
     )
     model = dataclasses.replace(config.model, vocab_size=_vocab_size(config.model.vocab_size, tokenizer))
-    layout: Layout = dataclasses.replace(config.layout, pad_id=tokenizer.pad_id)
+    layout: Layout = dataclasses.replace(_layout(config, train, topology), pad_id=tokenizer.pad_id)
     lay_out = LayOut(layout, _cost(config.balance.cost_table, model, layout))
     identity = {
         "config": config.identity(),
@@ -114,6 +138,27 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         bigram_loss=fit_bigram(train, model.vocab_size).nats_per_token(evaluation),
         identity=json.loads(json.dumps(identity)),
     )
+
+
+def _layout(config: TrainConfig, train: Sequence[Record], topology: Topology) -> Layout:
+    if config.step != "spmd":
+        return config.layout
+    packs = packs_per_step(config.balance)
+    if packs % topology.ranks:
+        raise ValueError(
+            f"step 'spmd' gives every device as many packs, but {packs} packs a step ({config.balance.lanes} lanes of "
+            f"{config.balance.packs_per_step}) can't be shared by {topology.ranks} devices: use step='decoupled'"
+        )
+    if isinstance(config.layout, RowPackedOneShapeLayout):
+        return config.layout
+    assert isinstance(config.layout, RowPackedLayout)
+    rows, length = fit_shape(
+        [len(record["tokens"]) for record in train],
+        max_length=config.layout.length,
+        pack_size=config.balance.pack_size,
+        multiple_of=config.layout.length,
+    )
+    return RowPackedOneShapeLayout(rows=rows, length=length)
 
 
 def _cost(table: str | None, model: ModelConfig, layout: Layout) -> TransformerCost:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from train.checkpoints import CHECKPOINT_DIR
 from train.comparison import Comparison, compare_policies
 from train.data import job_size
@@ -14,6 +16,7 @@ from train.loop import Outcome
 from train.metrics_log import METRICS_FILE, Event, read_events
 from train.plots import PLOT_FILE, draw_run
 from train.prepare import Prepared, Say
+from train.programs import Programs
 
 SUMMARY_FILE = "summary.json"
 
@@ -40,7 +43,7 @@ def compare_all(prepared: Prepared) -> Comparison:
     )
 
 
-def report(prepared: Prepared, outcome: Outcome, run_dir: Path, say: Say = print) -> dict[str, Any]:
+def report(prepared: Prepared, outcome: Outcome, programs: Programs, run_dir: Path, say: Say = print) -> dict[str, Any]:
     """Prints the run's result, writes `summary.json` and draws `run.png`; returns the summary."""
     events = read_events(run_dir)
     comparison = compare_all(prepared)
@@ -51,7 +54,7 @@ def report(prepared: Prepared, outcome: Outcome, run_dir: Path, say: Say = print
         baseline_loss=prepared.bigram_loss,
         title=f"{comparison.describe()}; training of {outcome.step} steps",
     )
-    summary = _summary(prepared, outcome, comparison, events)
+    summary = _summary(prepared, outcome, comparison, events) | {"warm_up": programs.warm_up._asdict()}
     (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     for line in _lines(summary, comparison):
         say(line)
@@ -89,8 +92,23 @@ def _summary(prepared: Prepared, outcome: Outcome, comparison: Comparison, event
             "policies": comparison.figures(),
         },
         "compilations_after_warmup": outcome.late_programs,
+        **_time_summary(events),
         "training_seconds": outcome.training_seconds,
     }
+
+
+def _time_summary(events: Sequence[Event]) -> dict[str, Any]:
+    """Returns medians of what the timed steps spent, the first one left out: it waits for the pipeline to fill."""
+    timed = [event for event in events if event["kind"] == "time"][1:]
+    names = (
+        "step_seconds",
+        "local_seconds_max",
+        "update_seconds",
+        "idle_seconds_max",
+        "data_seconds_max",
+        "wait_share",
+    )
+    return {"time": {name: float(np.median([event[name] for event in timed])) for name in names} if timed else {}}
 
 
 def _lines(summary: dict[str, Any], comparison: Comparison) -> list[str]:
