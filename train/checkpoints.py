@@ -17,16 +17,22 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
+from train.checksums import find_damage, remove_others, write_checksums
 from train.lane_checkpoint import LaneHandler, LanesRestore, LanesSave
 from train.model import Params
 from train.state import TrainState
 
 IDENTITY_FILE = "run.json"
 CHECKPOINT_DIR = "checkpoints"
+CHECKSUM_DIR = "checksums"
 
 
 class CheckpointError(ValueError):
     """A checkpoint can't be used; the message says why."""
+
+
+class SaveError(Exception):
+    """A checkpoint can't be written; the message says why, and which one stays."""
 
 
 def check_run_dir(run_dir: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
@@ -120,6 +126,7 @@ class Checkpoints:
     """
 
     def __init__(self, run_dir: Path, *, fingerprint: str, keep: int) -> None:
+        self._run_dir = run_dir
         self._fingerprint = fingerprint
         self._manager = _manager(run_dir, max_to_keep=keep, cleanup_tmp_directories=True)
 
@@ -130,19 +137,33 @@ class Checkpoints:
         return step
 
     def save(self, state: TrainState, iterator: grain.DatasetIterator) -> None:
-        """Saves everything as of `state.step` updates; the iterator stands behind the packs of the last of them."""
-        step = int(state.step)
-        if step == self.latest_step:
+        """Saves everything as of `state.step` updates; the iterator stands behind the packs of the last of them.
+
+        Raises:
+            SaveError: If it can't be written; those before it are still there.
+        """
+        step, before = int(state.step), self.latest_step
+        if step == before:
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.PyTreeSave(state.params),
-                optimizer=ocp.args.PyTreeSave({"step": state.step, "opt_state": state.opt_state}),
-                data=LanesSave(iterator),
-                meta=ocp.args.JsonSave({"fingerprint": self._fingerprint}),
-            ),
-        )
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.PyTreeSave(state.params),
+                    optimizer=ocp.args.PyTreeSave({"step": state.step, "opt_state": state.opt_state}),
+                    data=LanesSave(iterator),
+                    meta=ocp.args.JsonSave({"fingerprint": self._fingerprint}),
+                ),
+            )
+            if jax.process_index() == 0:
+                write_checksums(_step_dir(self._run_dir, step), _checksums_of(self._run_dir, step))
+                remove_others(self._run_dir / CHECKSUM_DIR, self._manager.all_steps())
+        except Exception as error:  # Orbax raises what its C++ side made of a full disk
+            stays = "There is none before it" if before is None else f"The one of step {before} is still there"
+            raise SaveError(
+                f"can't write the checkpoint of step {step} to {str(self._run_dir)!r} ({_first_line(error)}). {stays}: "
+                "make room, then go on with --resume"
+            ) from error
 
     def restore(self, abstract_state: TrainState, iterator: grain.DatasetIterator) -> TrainState:
         """Restores the latest checkpoint: returns its state and sets the iterator in place.
@@ -152,29 +173,79 @@ class Checkpoints:
             iterator: A fresh iterator of the run's pipeline.
 
         Raises:
-            CheckpointError: If the checkpoint belongs to another run.
+            CheckpointError: If the checkpoint is damaged or of another form, which names the last good one, or belongs
+                to another run.
         """
         step = self.latest_step
-        saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
-        if saved["fingerprint"] != self._fingerprint:
+        assert step is not None
+        check_undamaged(self._run_dir, step)
+        try:
+            saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+            fingerprint = saved["fingerprint"]
+        except Exception as error:
+            raise _unreadable(self._run_dir, step, error) from error
+        if fingerprint != self._fingerprint:
             raise CheckpointError(
-                f"checkpoint {step} belongs to another run: its fingerprint is {saved['fingerprint']}, this run's is "
+                f"checkpoint {step} belongs to another run: its fingerprint is {fingerprint}, this run's is "
                 f"{self._fingerprint}. Remove it, or resume the run it comes from"
             )
         optimizer = {"step": abstract_state.step, "opt_state": abstract_state.opt_state}
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=_restore_args(abstract_state.params),
-                optimizer=_restore_args(optimizer),
-                data=LanesRestore(iterator),
-            ),
-        )
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    params=_restore_args(abstract_state.params),
+                    optimizer=_restore_args(optimizer),
+                    data=LanesRestore(iterator),
+                ),
+            )
+        except Exception as error:
+            raise _unreadable(self._run_dir, step, error) from error
         return TrainState(params=restored["params"], **restored["optimizer"])
 
     def close(self) -> None:
         """Frees the manager's threads."""
         self._manager.close()
+
+
+def check_undamaged(run_dir: Path, step: int) -> None:
+    """Makes sure that a checkpoint's files are what was written.
+
+    Raises:
+        CheckpointError: If they are not; the message names the last checkpoint that is good.
+    """
+    damage = find_damage(_step_dir(run_dir, step), _checksums_of(run_dir, step))
+    if damage is not None:
+        raise CheckpointError(f"checkpoint {step} is damaged: {damage}. {_way_back(run_dir, step)}")
+
+
+def _unreadable(run_dir: Path, step: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {step} can't be read, it is damaged or was not written by this release ({_first_line(error)}). "
+        f"{_way_back(run_dir, step)}"
+    )
+
+
+def _way_back(run_dir: Path, step: int) -> str:
+    """Returns what the user can do without a checkpoint; nothing is removed without being asked."""
+    directory = _step_dir(run_dir, step)
+    earlier = sorted(int(path.name) for path in directory.parent.glob("*") if path.name.isdecimal())
+    for good in reversed([number for number in earlier if number < step]):
+        if find_damage(_step_dir(run_dir, good), _checksums_of(run_dir, good)) is None:
+            return f"The last good one is that of step {good}: to go on from there, remove {str(directory)!r}"
+    return "There is no good one before it: start a new run in another --run_dir"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
+def _step_dir(run_dir: Path, step: int) -> Path:
+    return run_dir / CHECKPOINT_DIR / str(step)
+
+
+def _checksums_of(run_dir: Path, step: int) -> Path:
+    return run_dir / CHECKSUM_DIR / f"{step}.json"
 
 
 def latest_step(run_dir: Path) -> int:
@@ -203,6 +274,7 @@ def load_params(run_dir: Path, abstract_params: Params) -> Params:
         CheckpointError: If there is no checkpoint, or its model has other dimensions.
     """
     step = latest_step(run_dir)
+    check_undamaged(run_dir, step)
     with _manager(run_dir, create=False) as manager:
         saved = manager.item_metadata(step)["params"].tree
         differences = find_differences(_shapes(saved), _shapes(abstract_params))

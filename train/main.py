@@ -23,7 +23,7 @@ import numpy as np
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from train.checkpoints import CheckpointError, check_run_dir, latest_step, saved_identity
+from train.checkpoints import CheckpointError, SaveError, check_run_dir, latest_step, saved_identity
 from train.compiling import enable_compile_cache
 from train.loop import DivergedError, LateCompilationError, run_training, warm_up
 from train.overrides import load_config, override
@@ -103,7 +103,7 @@ def _main(argv: Sequence[str]) -> int:
         outcome = run_training(prepared, programs, run_dir, init=init, say=write)
     except (CheckpointError, DisagreementError) as error:
         return _fail(error, EXIT_BAD_INPUT)
-    except (DivergedError, LateCompilationError) as error:
+    except (DivergedError, LateCompilationError, SaveError) as error:
         return _fail(error, EXIT_FAILED)
     if outcome.stopped_by is not None:
         say(
