@@ -6,9 +6,7 @@ import contextlib
 import json
 import os
 import random
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.full_disk import largest_file
 from tests.test_lanes import host_dataset
 from train.checkpoints import CheckpointError, Checkpoints, SaveError, load_params
 from train.state import TrainState
@@ -182,19 +181,6 @@ def test_checksums_go_with_their_checkpoints(tmp_path: Path) -> None:
             checkpoints.save(state(step), iterator)
     assert sorted(path.name for path in (tmp_path / "checksums").iterdir()) == ["4.json", "5.json"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
-
-
-@contextlib.contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    """Lets no file grow beyond a size, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
 
 
 # Futures of Orbax's writers report to an event loop that its error has closed.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from absl.testing import flagsaver
 
 import train.loop
 import train.step
+from tests.full_disk import largest_file
 from tests.tiny_run import STEPS, tiny_config, write_config, write_corpus
 from train import main as command
 from train.loop import warm_up
@@ -157,6 +160,44 @@ def test_a_terminated_run_says_how_to_go_on(config: Path, tmp_path: Path, monkey
     assert message + f"{tmp_path / 'run'} --resume" in capsys.readouterr().out
     assert run(config, run_dir=str(tmp_path / "run"), resume=True) == 0
     assert f"resumed at step 3 of {STEPS}" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's
+@pytest.mark.parametrize("num_bytes", [100, 4000])
+def test_a_full_disk_ends_a_run_that_goes_on_when_there_is_room(
+    num_bytes: int, config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Whatever can't be written first: the metrics, or the next checkpoint."""
+    original, calls = train.step.train_step, itertools.count(1)
+    with contextlib.ExitStack() as full:
+
+        def filling(*given: Any) -> Any:
+            if next(calls) == 6:
+                full.enter_context(largest_file(num_bytes))
+            return original(*given)
+
+        monkeypatch.setattr(train.loop, "train_step", filling)
+        assert run(config, run_dir=str(tmp_path / "run")) == 1
+    error = capsys.readouterr().err
+    assert re.search(
+        r"^error: can't (go on|write the checkpoint of step 8) .*go on with --resume$", error, re.MULTILINE
+    )
+    assert run(config, run_dir=str(tmp_path / "run"), resume=True) == 0
+    assert f"resumed at step 4 of {STEPS}" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_bad_input_and_names_the_last_good_one(
+    config: Path, tmp_path: Path, capsys: Any
+) -> None:
+    run_dir = tmp_path / "run"
+    assert run(config, run_dir=str(run_dir)) == 0
+    (damaged,) = (run_dir / "checkpoints" / f"{STEPS}" / "meta").glob("metadata")
+    damaged.write_text(damaged.read_text().replace("f", "e", 1))
+    assert run(config, run_dir=str(run_dir), resume=True) == 2
+    error = capsys.readouterr().err
+    assert f"error: checkpoint {STEPS} is damaged: meta/metadata has" in error
+    assert "The last good one is that of step 16: to go on from there, remove" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,9 @@ def _main(argv: Sequence[str]) -> int:
         return _fail(error, EXIT_BAD_INPUT)
     except (DivergedError, LateCompilationError, SaveError) as error:
         return _fail(error, EXIT_FAILED)
+    except OSError as error:
+        remedy = "The checkpoints that are there are whole: make room or mend it, then go on with --resume"
+        return _fail(OSError(f"can't go on in {str(run_dir)!r}: {error}. {remedy}"), EXIT_FAILED)
     if outcome.stopped_by is not None:
         say(
             f"{outcome.stopped_by}: stopped after step {outcome.step} of {prepared.job.steps}, checkpoint saved. Go on "

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event as TensorBoardEvent
+from tensorboardX.proto.event_pb2 import SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -35,10 +40,15 @@ class MetricsLog:
         replacement.write_text("".join(_line(event) for event in kept))
         os.replace(replacement, self._path)
         self._file = self._path.open("a")
-        # With `purge_step`, TensorBoard too forgets what came after the checkpoint.
-        self._writer = SummaryWriter(
-            logdir=str(run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else None
-        )
+        # Not the SummaryWriter: its thread dies of a full disk, and then the training loop waits for it for ever.
+        (run_dir / "tensorboard").mkdir(exist_ok=True)
+        self._events = EventsWriter(str(run_dir / "tensorboard" / "events"), f".{os.getpid()}-{first_step}")
+        if first_step:  # TensorBoard too forgets what came after the checkpoint
+            self._events.write_event(
+                TensorBoardEvent(
+                    wall_time=time.time(), step=first_step + 1, session_log=SessionLog(status=SessionLog.START)
+                )
+            )
 
     def write(
         self,
@@ -54,16 +64,20 @@ class MetricsLog:
             step: Updates done.
             values: Numbers by name.
             by_rank: Lists of numbers by name; TensorBoard does not get them.
+
+        Raises:
+            OSError: If it can't be written.
         """
         self._file.write(_line({"kind": kind, "step": step, **values, **(by_rank or {})}))
         self._file.flush()
-        for name, value in values.items():
-            self._writer.add_scalar(f"{kind}/{name}", value, step)
+        scalars = [Summary.Value(tag=f"{kind}/{name}", simple_value=value) for name, value in values.items()]
+        self._events.write_event(TensorBoardEvent(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._events.flush()
 
     def close(self) -> None:
         """Closes both files."""
-        self._file.close()
-        self._writer.close()
+        with contextlib.closing(self._events):
+            self._file.close()
 
 
 def read_events(run_dir: Path) -> list[Event]:
