@@ -24,6 +24,9 @@ from tests.test_lanes import host_dataset
 from train.checkpoints import CheckpointError, Checkpoints, SaveError, load_params
 from train.state import TrainState
 
+# Futures of Orbax's reads and writes report to an event loop that its error has closed.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 ROOT = Path(__file__).parent.parent
 STEPS = 3
 KILLS = int(os.environ.get("BCL_KILLS", "2"))
@@ -183,8 +186,6 @@ def test_checksums_go_with_their_checkpoints(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
 
 
-# Futures of Orbax's writers report to an event loop that its error has closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("num_bytes", [0, 100, 300, 1000])
 def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(num_bytes: int, run_dir: Path) -> None:
     iterator = data()
