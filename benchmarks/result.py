@@ -22,17 +22,25 @@ def provenance() -> dict[str, Any]:
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {_cpu_model()}",
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+        "versions": {name: version for name in packages if (version := _version(name))},
     }
 
 
-def write_result(name: str, figures: dict[str, Any]) -> pathlib.Path:
-    """Writes benchmarks/results/NAME.json and returns its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write_result(name: str, figures: dict[str, Any], directory: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Writes NAME.json, by default in benchmarks/results, and returns its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
     path.write_text(json.dumps({"provenance": provenance(), **figures}, indent=2) + "\n")
-    print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
+    root = RESULTS.parent.parent
+    print(f"wrote {path.relative_to(root) if path.is_relative_to(root) else path}")
     return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _git(*arguments: str) -> str:

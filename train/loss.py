@@ -14,6 +14,14 @@ from train.model import Decoder
 LOGITS_AT_ONCE = 2**24
 """Logits that exist at a time (64 MiB in float32): a chunk's tokens meet the vocabulary slice by slice."""
 
+GPU_LOGITS_AT_ONCE = 2**27
+"""The same on an accelerator (512 MiB): with a vocabulary of 128k some 1,000 tokens, or products would starve it."""
+
+
+def logits_at_once_on(platform: str) -> int:
+    """Returns how many logits may exist at a time on a device's platform."""
+    return LOGITS_AT_ONCE if platform == "cpu" else GPU_LOGITS_AT_ONCE
+
 
 class Sums(NamedTuple):
     """Sums over tokens; those of chunks and devices add up.

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from bcl_grain.memory import GIB, MemoryModel
 from bcl_grain.models import ModelDims
 from train.attention import MAX_QUERY_BLOCKS, QUERY_BLOCK_TOKENS, pallas_takes
-from train.loss import LOGITS_AT_ONCE
+from train.loss import logits_at_once_on
 from train.model import ModelConfig
 
 _TRAINED_BYTES = 20  # parameter, accumulator, gradient, and two of Adam's, in float32
@@ -68,7 +68,7 @@ def peak_bytes(
 
     >>> config = ModelConfig(vocab_size=49152, layers=30, width=576, heads=9, kv_heads=3, head_dim=64, hidden=1536)
     >>> f"{peak_bytes(config, 2, 2048) / 2**30:.1f} GiB"
-    '6.1 GiB'
+    '7.0 GiB'
     """
     fused = platform == "cpu" or one_record_rows or pallas_takes(length, config.head_dim)
     model = MemoryModel(
@@ -86,7 +86,7 @@ def peak_bytes(
         activation_bytes=4 if platform == "cpu" else 2,
         remat=config.remat,
         attention="fused" if fused else "dense",
-        logits_at_once=LOGITS_AT_ONCE,
+        logits_at_once=logits_at_once_on(platform),
     )
     chunk = model.chunk_bytes(rows, length)
     if platform == "cpu":

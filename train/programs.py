@@ -21,7 +21,7 @@ from train.attention import Attention, AttentionName, attention_for
 from train.compiling import CompileCounter
 from train.global_programs import cut_up, spmd_function, total, update_function
 from train.lora import FROZEN_DTYPE, join_params, split_params
-from train.loss import Sums, loss_sums
+from train.loss import Sums, logits_at_once_on, loss_sums
 from train.model import ModelConfig, Params, compute_dtype, graphdef, init_params
 from train.notes import FIELDS as NOTE_NAMES
 from train.processes import main_first
@@ -236,11 +236,11 @@ def _local_functions(
     config: ModelConfig, abstract_params: Params, platform: str, attention: Attention
 ) -> _LocalFunctions:
     graph = graphdef(config)
-    dtype = compute_dtype(platform)
+    dtype, logits = compute_dtype(platform), logits_at_once_on(platform)
 
     def sums_of(params: Params, frozen: Params | None, chunk: Mapping[str, jax.Array]) -> Sums:
         model = nnx.merge(graph, join_params(params, frozen))
-        return loss_sums(model, chunk, attention=attention, dtype=dtype)
+        return loss_sums(model, chunk, attention=attention, dtype=dtype, logits_at_once=logits)
 
     def zeros() -> tuple[Accumulator, Sums]:
         def no_sums() -> Sums:
