@@ -9,8 +9,8 @@ Sections, each with a time limit, an error of its own in the results, and result
   tables      jobs of 8 to 32 ranks, simulated with these measured seconds
   lowering    without a GPU: the GPU's programs are lowered for it, so that its first run holds no surprises
 
-`--toy` runs all of it in small, also on a CPU, as the tests do. Needs jax, flax, optax and numpy; Grain need not be
-installed. The results go to benchmarks/results/gpu.json (`--output`).
+`--toy` runs all of it in small, also on a CPU, as the tests do. Needs jax, flax, optax, orbax and numpy; Grain need
+not be installed. The results go to benchmarks/results/gpu.json (`--output`).
 """
 
 from __future__ import annotations

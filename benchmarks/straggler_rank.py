@@ -11,121 +11,90 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from bcl_grain.chunks import Block, fill_chunks, pack_columns
 from benchmarks.straggler_arms import SPMD, Work
-from train.attention import attention_for
 from train.calibration import full_chunk
 from train.compiling import CompileCounter
-from train.loss import loss_sums
-from train.model import ModelConfig, compute_dtype, graphdef
-from train.programs import CHUNK_DTYPES, Programs, compile_programs
-from train.state import Optimizer, TrainState, make_optimizer
+from train.model import ModelConfig
+from train.programs import compile_programs
+from train.state import make_optimizer
 from train.step import Chunk, init_state, train_step
 
 
 class Rank:
-    """Programs and state of this process."""
+    """Programs and state of this process.
 
-    def __init__(self, job: Mapping[str, Any], optimizer: Optimizer) -> None:
+    Attributes:
+        config: Dimensions.
+        programs: The decoupled step's, for every shape.
+        spmd: The step as one program, by the rows of its shape.
+        full: A chunk of each shape, without padding.
+    """
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
         self.config = ModelConfig(**job["model"])
-        self.optimizer = optimizer
-        shapes = [(rows, length) for rows, length in job["shapes"]]
-        self.programs: Programs = compile_programs(self.config, optimizer, shapes)
-        self.device = self.programs.local_devices[0]
+        optimizer = make_optimizer(total_steps=10_000, learning_rate=1e-4)
+        self.programs = compile_programs(self.config, optimizer, [tuple(shape) for shape in job["shapes"]])
         self.spmd = {
-            rows: self._compile_spmd((rows, length)) for rows, length in {tuple(shape) for shape in job["spmd_shapes"]}
+            rows: compile_programs(self.config, optimizer, [(rows, length)], spmd_packs=1)
+            for rows, length in sorted({tuple(shape) for shape in job["spmd_shapes"]})
         }
-        self.state = init_state(self.programs, seed=0)
         self.full = [full_chunk(shape, vocab_size=self.config.vocab_size) for shape in self.programs.shapes]
+        self._state = init_state(self.programs, seed=0)
 
-    def _compile_spmd(self, shape: tuple[int, int]) -> Any:
-        """Compiles one global step for a chunk of one shape on every rank: gradients are summed inside."""
-        graph = graphdef(self.config)
-        attention, dtype = attention_for(self.device.platform), compute_dtype(self.device.platform)
-        mesh = self.programs.mesh
-        ranks = PartitionSpec("data")  # type: ignore[no-untyped-call]
-        everywhere = PartitionSpec()  # type: ignore[no-untyped-call]
-
-        def local_sums(params: Any, chunk: Any) -> Any:
-            # Without this, differentiating by replicated parameters would add up over ranks once more.
-            params = jax.lax.pcast(params, "data", to="varying")
-
-            def loss(params: Any) -> Any:
-                sums = loss_sums(nnx.merge(graph, params), chunk, attention=attention, dtype=dtype)
-                return sums.loss, sums
-
-            return jax.lax.psum(jax.grad(loss, has_aux=True)(params), "data")  # type: ignore[no-untyped-call]
-
-        def step(state: TrainState, chunk: Any) -> tuple[TrainState, dict[str, Any]]:
-            grads, sums = jax.shard_map(local_sums, mesh=mesh, in_specs=(everywhere, ranks), out_specs=everywhere)(
-                state.params, chunk
-            )
-            grads = jax.tree.map(lambda x: x / sums.tokens, grads)
-            updates, opt_state = self.optimizer.transform.update(grads, state.opt_state, state.params)
-            metrics = {"loss": sums.loss / sums.tokens, "tokens": sums.tokens}
-            params = optax.apply_updates(state.params, updates)
-            return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
-
-        sharding = NamedSharding(mesh, ranks)
-        global_shape = (shape[0] * mesh.size, shape[1])
-        chunk = {
-            name: jax.ShapeDtypeStruct(global_shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
-            for name, dtype in CHUNK_DTYPES.items()
-        }
-        abstract = self.programs.abstract_state
-        pinned = jax.tree.map(lambda x: x.sharding, abstract), NamedSharding(mesh, everywhere)
-        return jax.jit(step, donate_argnums=0, out_shardings=pinned).lower(abstract, chunk).compile()
-
-    def spmd_step(self, chunk: Chunk) -> dict[str, Any]:
-        """Runs the global step on this rank's chunk; returns before it is done."""
-        rows, length = chunk["tokens"].shape
-        mesh = self.programs.mesh
-        sharding = NamedSharding(mesh, PartitionSpec("data"))  # type: ignore[no-untyped-call]
-        arrays = {
-            name: jax.make_array_from_single_device_arrays(
-                (rows * mesh.size, length), sharding, [jax.device_put(chunk[name], self.device)]
-            )
-            for name in CHUNK_DTYPES
-        }
-        self.state, metrics = self.spmd[rows](self.state, arrays)
+    def step(self, chunks: Sequence[Chunk], *, arm: str = "", observe: Any = None) -> Mapping[str, Any]:
+        """Makes a step; returns its metrics before they are there."""
+        programs = self.spmd[len(chunks[0]["tokens"])] if arm == SPMD else self.programs
+        self._state, metrics = train_step(programs, self._state, [chunks], observe=observe)
         return metrics
 
-    def step(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """Runs the decoupled step; returns before it is done."""
-        self.state, metrics = train_step(self.programs, self.state, [chunks])
-        return metrics
+    def timed_step(self, chunks: Sequence[Chunk], *, arm: str = "") -> StepTimes:
+        """Makes a step, waiting after the local part and at the end."""
+        local = busy = None
+        begin, busy_begin = time.monotonic(), time.process_time()
 
-    def accumulate(self, chunks: Sequence[Chunk]) -> Any:
-        """Runs the local part of a step and waits for it."""
-        params = jax.tree.map(lambda x: x.addressable_data(0), self.state.params)
-        accumulator = self.programs.zeros[self.device]()[0]
-        for chunk in chunks:
-            program = self.programs.accumulate[chunk["tokens"].shape, self.device]
-            accumulator = program(accumulator, params, None, jax.device_put(dict(chunk), self.device))
-        return wait(accumulator)
+        def observe(arrays: Sequence[jax.Array]) -> None:
+            nonlocal local, busy
+            wait(arrays)
+            local, busy = time.monotonic(), time.process_time() - busy_begin
 
-    def update(self, accumulator: Any) -> dict[str, Any]:
-        """Runs the global part of a step and waits for it."""
-        mesh = self.programs.mesh
-        sharding = NamedSharding(mesh, PartitionSpec("data"))  # type: ignore[no-untyped-call]
-        stacked = jax.tree.map(
-            lambda x: jax.make_array_from_single_device_arrays((mesh.size, *x.shape[1:]), sharding, [x]), accumulator
-        )
-        self.state, metrics = self.programs.update(self.state, stacked)
-        wait((self.state, metrics))
-        return metrics
+        metrics = self.step(chunks, arm=arm, observe=observe)
+        self.wait()
+        end = time.monotonic()
+        # One program has no local part that could be told apart.
+        return StepTimes(begin, end if local is None else local, end, busy, float(metrics["tokens"]))
+
+    def wait(self) -> None:
+        """Returns when the last step is over."""
+        wait(self._state)
 
     def barrier(self) -> None:
-        """Returns when all ranks have come here: an update without a chunk needs them all."""
-        wait(self.step([]))
+        """Returns when all ranks have come here: a step without a chunk needs them all."""
+        self.step([])
+        self.wait()
+
+
+class StepTimes(NamedTuple):
+    """When a step began, when its local part was over and when the whole of it, in the machine's monotonic seconds.
+
+    Attributes:
+        begin: Its start.
+        local: End of the local part.
+        end: Its end.
+        busy: Processor seconds of the local part, None where it can't be told apart.
+        tokens: That the programs of all ranks counted.
+    """
+
+    begin: float
+    local: float
+    end: float
+    busy: float | None
+    tokens: float
 
 
 def wait(tree: Any) -> Any:
@@ -144,6 +113,10 @@ def make_chunks(work: Work, length: int, vocab_size: int, seed: int) -> list[Chu
     return list(fill_chunks(Block(length, tuple(work.heights), work.rows), columns, "tokens", 0))
 
 
+CALLS = 2
+"""Chunks in a row that are timed together."""
+
+
 def calibrate(rank: Rank, repeats: int) -> dict[str, Any]:
     """Times every chunk shape, all ranks at once as in a step, and the update."""
     seconds: list[list[float]] = [[] for _ in rank.full]
@@ -152,14 +125,12 @@ def calibrate(rank: Rank, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         for chunk, taken, worked in zip(rank.full, seconds, busy, strict=True):
             rank.barrier()
-            begin, busy_begin = time.monotonic(), time.process_time()
-            rank.accumulate([chunk, chunk])
-            taken.append((time.monotonic() - begin) / 2)
-            worked.append((time.process_time() - busy_begin) / 2)
+            times = rank.timed_step([chunk] * CALLS)
+            taken.append((times.local - times.begin) / CALLS)
+            worked.append((times.busy or 0.0) / CALLS)
         rank.barrier()
-        begin = time.monotonic()
-        rank.barrier()
-        update.append(time.monotonic() - begin)
+        times = rank.timed_step([])
+        update.append(times.end - times.begin)
     return {
         "shapes": [list(shape) for shape in rank.programs.shapes],
         "seconds": seconds,
@@ -169,25 +140,12 @@ def calibrate(rank: Rank, repeats: int) -> dict[str, Any]:
 
 
 def run_blocked(rank: Rank, arm: str, steps: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
-    """Runs an arm, waiting after the local part and after the update; logs the moments of each step."""
-    begins, busy, locals_, ends, metrics = [], [], [], [], []
+    """Runs an arm, waiting after the local part and after the update."""
     rank.barrier()
-    for chunks in steps:
-        begins.append(time.monotonic())
-        busy_begin = time.process_time()
-        if arm == SPMD:
-            metrics.append(rank.spmd_step(chunks[0]))
-            wait((rank.state, metrics[-1]))
-            locals_.append(time.monotonic())  # one program: the local part can't be told apart
-        else:
-            accumulator = rank.accumulate(chunks)
-            locals_.append(time.monotonic())
-            busy.append(time.process_time() - busy_begin)
-            metrics.append(rank.update(accumulator))
-        ends.append(time.monotonic())
-    tokens = sum(float(m["tokens"]) for m in metrics)
-    times = {"begin": begins, "busy": busy, "local": locals_, "end": ends}
-    return {**times, "tokens": tokens, "loss": float(metrics[-1]["loss"])}
+    times = [rank.timed_step(chunks, arm=arm) for chunks in steps]
+    columns = {name: [getattr(t, name) for t in times] for name in ("begin", "local", "end")}
+    busy = [t.busy for t in times if t.busy is not None]
+    return {**columns, "busy": busy, "tokens": sum(t.tokens for t in times)}
 
 
 def run_free(rank: Rank, arm: str, steps: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
@@ -196,24 +154,23 @@ def run_free(rank: Rank, arm: str, steps: Sequence[Sequence[Chunk]]) -> dict[str
     begin = time.monotonic()
     tokens, before = 0.0, None
     for chunks in steps:
-        metrics = rank.spmd_step(chunks[0]) if arm == SPMD else rank.step(chunks)
+        metrics = rank.step(chunks, arm=arm)
         if before is not None:
             tokens += float(before["tokens"])
         before = metrics
     assert before is not None
     tokens += float(before["tokens"])
-    wait(rank.state)
+    rank.wait()
     return {"seconds": time.monotonic() - begin, "tokens": tokens}
 
 
 def warm_up(rank: Rank) -> None:
     """Runs every program once, in the same order on all ranks."""
     for chunk in rank.full:
-        rank.accumulate([chunk])
+        rank.timed_step([chunk])
+    for rows in rank.spmd:
+        rank.timed_step([next(chunk for chunk in rank.full if len(chunk["tokens"]) == rows)], arm=SPMD)
     rank.barrier()
-    for rows in sorted(rank.spmd):
-        rank.spmd_step(next(chunk for chunk in rank.full if len(chunk["tokens"]) == rows))
-        wait(rank.state)
 
 
 def main() -> None:
@@ -225,7 +182,7 @@ def main() -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]
     jax.distributed.initialize(job["coordinator"], num_processes=job["ranks"], process_id=index)
     begin = time.monotonic()
-    rank = Rank(job, make_optimizer(total_steps=10_000, learning_rate=1e-4))
+    rank = Rank(job)
     warm_up(rank)
     compile_seconds = time.monotonic() - begin
     counter = CompileCounter()

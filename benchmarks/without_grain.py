@@ -17,7 +17,7 @@ def _absent(name: str) -> type:
 
 
 class _Absence(type):
-    """A class that has whatever is asked of it, can be a base and takes type arguments, but makes no instance."""
+    """A class that has whatever is asked of it, can be a base, and takes type arguments; its instances can nothing."""
 
     def __getattr__(cls, name: str) -> type:
         return _absent(name)
@@ -26,7 +26,7 @@ class _Absence(type):
         return cls
 
     def __call__(cls, *args: object, **kwargs: object) -> object:
-        raise ModuleNotFoundError("Grain is not installed: pip install grain")
+        return super().__call__()
 
 
 def _is_installed(name: str) -> bool:
