@@ -18,7 +18,7 @@ from bcl_grain.lanes import (
 )
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.planner import PlannerConfig
-from bcl_grain.shapes import fit_shape
+from bcl_grain.shapes import fit_rows, fit_shape
 from bcl_grain.telemetry import Telemetry
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "estimate_cost_prior",
     "fit_cap",
     "fit_cost",
+    "fit_rows",
     "fit_shape",
     "join_lane_states",
     "lane_states",

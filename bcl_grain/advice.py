@@ -12,7 +12,7 @@ import numpy.typing as npt
 from bcl_grain.boundary import cap_effect
 from bcl_grain.caps import fit_cap
 from bcl_grain.inputs import Lengths
-from bcl_grain.layouts import Layout, Shape
+from bcl_grain.layouts import Layout, RowPackedLayout, Shape
 from bcl_grain.memory import GIB, MemoryModel
 from bcl_grain.metrics import Arm
 from bcl_grain.planner import PlannerConfig, Policy
@@ -117,7 +117,7 @@ def make_plan(
     values = lengths.values if cap is None else np.minimum(lengths.values, cap)
     trial = Trial(values, memory, budget_gib, ranks // devices_per_host, devices_per_host, seed)
     sizes = _sizes(values.size, ranks, pack_size)
-    total = len(sizes) + len(LOOKAHEADS) + len(get_args(Policy)) + MOST_ROW_LENGTHS + 3
+    total = len(sizes) + len(LOOKAHEADS) + len(get_args(Policy)) + MOST_ROW_LENGTHS + 4
     done = 0
 
     def run(policy: str, size: int, lookahead: int, layout: Layout | None = None) -> Arm:
@@ -215,6 +215,10 @@ def _choose_layout(
     """Returns the layout of the least total waste, its name, and its figures."""
     rows = {layout: run(policy, size, lookahead, layout) for layout in trial.rows(size)}
     best = min(rows, key=lambda layout: _total(rows[layout]))
+    ladder = trial.ladder(size)
+    if ladder is not None:
+        rows[ladder] = run(policy, size, lookahead, ladder)
+        best = min(best, ladder, key=lambda layout: _total(rows[layout]))
     layouts: dict[str, tuple[Layout, Arm]] = {"row-packed": (best, rows[best])}
     bucketed = trial.bucketed()
     if bucketed is not None:
@@ -223,9 +227,13 @@ def _choose_layout(
     reasons["layout"] = (
         f"rows hold every record, chunks fit the memory; total waste: "
         f"{_list({name: arm for name, (_, arm) in layouts.items()}, _total)}; row-packed by row length: "
-        f"{_list({layout.length: arm for layout, arm in rows.items()}, _total)}"
+        f"{_list({_lengths(layout): arm for layout, arm in rows.items()}, _total)}"
     )
     return (name, *layouts[name])
+
+
+def _lengths(layout: RowPackedLayout) -> str:
+    return "+".join(str(length) for length in sorted({length for _, length in layout.shapes}))
 
 
 def _choose_cap(

@@ -8,6 +8,7 @@ statement about the real thing.
 from __future__ import annotations
 
 import abc
+import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -123,12 +124,16 @@ class RowPackedLayout(Layout):
     """Several records in a row, rows cut into chunks, as many as the pack needs.
 
     Records are placed first-fit-decreasing. With further `heights` the last rows become the cheapest chunks that
-    hold them: a chunk costs its rows plus `chunk_overhead_rows`.
+    hold them: a chunk costs its rows plus `chunk_overhead_rows`. With further `lengths` a row is cut to the shortest
+    that holds what is in it, and records above `length` get rows of their own that others may share: so neither
+    the last row of a pack nor its longest record makes the other rows longer than they need to be. `fit_rows`
+    proposes the lengths.
 
     Attributes:
         length: Tokens in a row.
         rows_per_chunk: Rows in a chunk.
         heights: Further numbers of rows that a chunk may have. With a height of 1 no row is ever empty.
+        lengths: Further row lengths, shorter or longer ones; their rows make chunks of one row each.
         chunk_overhead_rows: What one more chunk costs, in rows: a cost model's
             `per_chunk / (of_chunk(1, length) - per_chunk)`.
 
@@ -151,11 +156,14 @@ class RowPackedLayout(Layout):
     length: int
     rows_per_chunk: int
     heights: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
     chunk_overhead_rows: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_positive(length=self.length, rows_per_chunk=self.rows_per_chunk)
+        if min(self._lengths) < 1:
+            raise ValueError(f"lengths must be at least 1, got {self.lengths!r}")
         if min(self._ladder) < 1:
             raise ValueError(f"heights must be at least 1, got {self.heights!r}")
         if not self.chunk_overhead_rows >= 0:
@@ -165,16 +173,36 @@ class RowPackedLayout(Layout):
     def _ladder(self) -> tuple[int, ...]:
         return tuple(sorted({self.rows_per_chunk, *self.heights}))
 
+    @functools.cached_property
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple(sorted({self.length, *self.lengths}))
+
+    @functools.cached_property
+    def _longer(self) -> tuple[int, ...]:
+        return tuple(length for length in self._lengths if length > self.length)
+
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """All shapes (rows, length) that a chunk may have, by ascending rows."""
-        return tuple((height, self.length) for height in self._ladder)
+        """All shapes (rows, length) that a chunk may have, by ascending rows, then length."""
+        further = {(1, length) for length in self._lengths if length != self.length}
+        return tuple(sorted({(height, self.length) for height in self._ladder} | further))
 
     def place(self, sizes: Sequence[int]) -> list[Block]:
-        """See `Layout.place`. O(n log n)."""
-        _check_sizes(sizes, self.length, "length")
-        rows = first_fit_decreasing(sizes, self.length)
-        return [Block(self.length, cover_rows(len(rows), self._ladder, self.chunk_overhead_rows), rows)]
+        """See `Layout.place`. O(n log n); with k records above `length`, O(k^2) for these."""
+        _check_sizes(sizes, self._lengths[-1], "lengths" if self.lengths else "length")
+        rows = first_fit_decreasing(sizes, self.length, self._longer)
+        if len(self._lengths) == 1:
+            return [Block(self.length, cover_rows(len(rows), self._ladder, self.chunk_overhead_rows), rows)]
+        by_length: dict[int, list[Sequence[int]]] = {length: [] for length in reversed(self._lengths)}
+        for row in rows or [[]]:
+            fill = sum(sizes[i] for i in row)
+            by_length[self._lengths[bisect.bisect_left(self._lengths, fill)]].append(row)
+        return [Block(length, self._heights(length, len(rows)), rows) for length, rows in by_length.items() if rows]
+
+    def _heights(self, length: int, num_rows: int) -> tuple[int, ...]:
+        if length == self.length:
+            return cover_rows(num_rows, self._ladder, self.chunk_overhead_rows)
+        return (1,) * num_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from bcl_grain.cost_table import read_cost_table
 from bcl_grain.costs import TransformerCost, token_cost
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.models import load_model
-from bcl_grain.shapes import fit_shape
+from bcl_grain.shapes import fit_rows, fit_shape
 
 IntArray = npt.NDArray[np.int64]
 
@@ -58,20 +58,24 @@ def parse_cost(text: str, *, remat: bool = False) -> TransformerCost:
     raise ValueError(f"unknown cost {text!r}: pass tokens, transformer:MODEL, linear=A,quadratic=B or table:FILE")
 
 
-def parse_layout(text: str, lengths: IntArray, *, pack_size: int, seed: int = 0) -> Layout | None:
+def parse_layout(
+    text: str, lengths: IntArray, *, pack_size: int, cost: TransformerCost, seed: int = 0
+) -> Layout | None:
     """Returns the layout that --layout names; what is left out is fitted to the lengths.
 
     Args:
         text: `none`; or `row-packed`, `one-shape`, `bucketed` or `padded`, then optionally `:key=value,...` with the
             layout's own arguments; several values are joined by `+`, as in `row-packed:length=2048,heights=1+2`.
+            `row-packed` alone is what `fit_rows` proposes.
         lengths: [n] lengths of the corpus, the cap applied.
         pack_size: Records in a pack.
+        cost: What a chunk costs.
         seed: See `fit_shape`.
 
     Raises:
         ValueError: If it is none of these.
 
-    >>> parse_layout("row-packed:rows_per_chunk=2", np.array([100, 300]), pack_size=8).shapes
+    >>> parse_layout("row-packed:rows_per_chunk=2", np.array([100, 300]), pack_size=8, cost=TransformerCost(1.0)).shapes
     ((2, 384),)
     """
     name, _, rest = text.partition(":")
@@ -79,11 +83,14 @@ def parse_layout(text: str, lengths: IntArray, *, pack_size: int, seed: int = 0)
         return None
     longest = round_up(int(lengths.max()))
     if name == "row-packed":
-        values = _key_values(rest, _integers, "--layout", ("length", "rows_per_chunk", "heights"))
+        values = _key_values(rest, _integers, "--layout", ("length", "rows_per_chunk", "heights", "lengths"))
+        if not values:
+            return fit_rows(lengths, pack_size=pack_size, cost=cost, seed=seed)
         return RowPackedLayout(
             length=_one(values, "length", longest),
             rows_per_chunk=_one(values, "rows_per_chunk", 1),
             heights=tuple(values.get("heights", ())),
+            lengths=tuple(values.get("lengths", ())),
         )
     if name == "one-shape":
         values = _key_values(rest, _integers, "--layout", ("rows", "length"))

@@ -17,6 +17,7 @@ from bcl_grain.memory import MemoryModel
 from bcl_grain.metrics import Arm
 from bcl_grain.options import LENGTH_MULTIPLE
 from bcl_grain.row_lengths import row_lengths
+from bcl_grain.shapes import fit_rows
 
 IntArray = npt.NDArray[np.int64]
 
@@ -60,6 +61,15 @@ class Trial:
             rows = 1 << (max(1, most).bit_length() - 1)
             layouts.append(RowPackedLayout(length=length, rows_per_chunk=rows, heights=(1,) if rows > 1 else ()))
         return layouts
+
+    def ladder(self, pack_size: int) -> RowPackedLayout | None:
+        """What `fit_rows` proposes; None where its longest row does not fit the memory."""
+        cost = self.cost
+        if self.memory.attention == "fused":
+            cost = dataclasses.replace(cost, per_token_squared=0.0)  # long rows are no dearer
+        layout = fit_rows(self.values, pack_size=pack_size, cost=cost, multiple_of=LENGTH_MULTIPLE, seed=self.seed)
+        fits = all(self.memory.fits(rows, length, self.budget_gib) for rows, length in layout.shapes)
+        return layout if fits else None
 
     def bucketed(self) -> BucketedLayout | None:
         """Row lengths in powers of two, in chunks of the longest's tokens; None where these don't fit the memory."""

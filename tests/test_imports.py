@@ -31,7 +31,7 @@ CORE: dict[str, set[str]] = {
     "mffd": set(),
     "caps": set(),
     "capacity": {"rows"},
-    "shapes": {"rows"},
+    "shapes": {"layouts", "partition", "rows"},
     "layouts": {"chunks", "rows"},
     "baselines": {"mffd", "partition"},
     "cost_prior": {"costs"},

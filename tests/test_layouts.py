@@ -27,6 +27,7 @@ LAYOUTS: dict[str, Layout] = {
     "row_packed": RowPackedLayout(length=LENGTH, rows_per_chunk=2),
     "row_packed_ladder": RowPackedLayout(length=LENGTH, rows_per_chunk=4, heights=(1, 2)),
     "row_packed_overhead": RowPackedLayout(length=LENGTH, rows_per_chunk=3, heights=(2,), chunk_overhead_rows=1.5),
+    "row_packed_lengths": RowPackedLayout(length=8, rows_per_chunk=2, heights=(1,), lengths=(2, 4, LENGTH)),
     "one_shape": RowPackedOneShapeLayout(rows=PACK_SIZE, length=LENGTH),
     "bucketed": BucketedLayout(lengths=(2, 8, LENGTH), tokens_per_chunk=32),
     "padded": PaddedLayout(pack_size=PACK_SIZE, length=LENGTH),
@@ -205,6 +206,28 @@ def test_ladder_trades_rows_against_chunks() -> None:
     assert dear_chunks.chunk_shapes(sizes) == [(4, 8)] * 2
 
 
+def test_rows_are_no_longer_than_they_need_to_be() -> None:
+    layout = RowPackedLayout(length=8, rows_per_chunk=2, heights=(1,), lengths=(2, 4, 12))
+    assert layout.shapes == ((1, 2), (1, 4), (1, 8), (1, 12), (2, 8))
+    # 11 and 1 fill a long row, 8 and 5 + 3 two rows, 3 a short one.
+    assert layout.chunk_shapes([3, 11, 5, 1, 8, 3]) == [(1, 12), (2, 8), (1, 4)]
+    assert layout.chunk_shapes([1]) == [(1, 2)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=20))
+def test_further_lengths_never_lay_out_more(sizes: list[int]) -> None:
+    """Against one length that holds every record, and against the rows of which theirs are cut."""
+
+    def tokens(layout: Layout) -> int:
+        return sum(rows * length for rows, length in layout.chunk_shapes(sizes))
+
+    cut = RowPackedLayout(length=12, rows_per_chunk=1, lengths=(3, 6))
+    assert tokens(cut) <= tokens(RowPackedLayout(length=12, rows_per_chunk=1))
+    finest = RowPackedLayout(length=12, rows_per_chunk=1, lengths=tuple(range(1, 12)))
+    assert tokens(finest) == sum(sizes)
+
+
 def test_bucketed_uses_the_shortest_bucket_and_keeps_the_order() -> None:
     layout = BucketedLayout(lengths=(2, 4, 8), tokens_per_chunk=8)
     chunks = layout(make_pack([4, 1, 8, 3, 2]))  # tokens 1-4, 5, 6-13, 14-16, 17-18
@@ -284,6 +307,7 @@ def test_odd_records_are_named(pack: Any, message: str) -> None:
     ("layout", "options", "message"),
     [
         (RowPackedLayout, {"length": 0, "rows_per_chunk": 1}, "length must be at least 1, got 0"),
+        (RowPackedLayout, {"length": 8, "rows_per_chunk": 1, "lengths": (4, 0)}, r"lengths must .* got \(4, 0\)"),
         (RowPackedLayout, {"length": 8, "rows_per_chunk": 0}, "rows_per_chunk must be at least 1, got 0"),
         (RowPackedLayout, {"length": 8, "rows_per_chunk": 2, "heights": (0,)}, r"heights must .* got \(0,\)"),
         (

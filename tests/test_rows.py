@@ -29,6 +29,25 @@ def test_first_fit_decreasing_equals_its_definition(data: st.DataObject, length:
     assert first_fit_decreasing(sizes, length) == naive_first_fit_decreasing(sizes, length)
 
 
+@settings(deadline=None, max_examples=300)
+@given(st.data(), st.integers(1, 20), st.sets(st.integers(21, 60), max_size=3))
+def test_first_fit_decreasing_opens_the_shortest_row_that_holds_a_long_size(
+    data: st.DataObject, length: int, longer: set[int]
+) -> None:
+    """Against the definition, in O(n * rows)."""
+    lengths = [length, *sorted(longer)]
+    sizes = data.draw(st.lists(st.integers(1, lengths[-1]), max_size=40))
+    rows: list[tuple[int, list[int]]] = []
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        fits = (row for capacity, row in rows if sum(sizes[j] for j in row) + sizes[i] <= capacity)
+        row = next(fits, None)
+        if row is None:
+            row = []
+            rows.append((min(n for n in lengths if n >= sizes[i]), row))
+        row.append(i)
+    assert first_fit_decreasing(sizes, length, sorted(longer)) == [row for _, row in rows]
+
+
 def fewest_rows(sizes: tuple[int, ...], length: int) -> int:
     """Brute force: put each size into every row in turn."""
 

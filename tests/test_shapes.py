@@ -3,11 +3,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from bcl_grain.layouts import RowPackedOneShapeLayout
+from bcl_grain.costs import TransformerCost
+from bcl_grain.layouts import RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.partition import balanced_partition
-from bcl_grain.shapes import fit_shape
+from bcl_grain.planner import PlannerConfig
+from bcl_grain.shapes import fit_rows, fit_shape
+from bcl_grain.simulate import plan_stream
 
 
 @pytest.mark.parametrize("sigma", [0.3, 0.8])
@@ -68,3 +72,48 @@ def test_bad_input_is_named(options: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"sample_sizes": [4, 9], "max_length": 9, "pack_size": 3}
     with pytest.raises(ValueError, match=message):
         fit_shape(**{**good, **options})
+
+
+def skewed(seed: int = 0, n: int = 3000) -> npt.NDArray[np.int64]:
+    return np.clip(np.random.default_rng(seed).lognormal(5.5, 0.9, n), 1, 6000).astype(np.int64)
+
+
+@pytest.mark.parametrize("per_token_squared", [0.0, 1e-4, 1e-3])
+@pytest.mark.parametrize("pack_size", [8, 64])
+def test_fitted_rows_cost_less_than_one_length_and_hold_every_record(pack_size: int, per_token_squared: float) -> None:
+    """On planned packs of other draws than those that it was fitted to."""
+    sizes, cost = skewed(), TransformerCost(per_token=1.0, per_token_squared=per_token_squared)
+    layout = fit_rows(sizes, pack_size=pack_size, cost=cost)
+    assert max(length for _, length in layout.shapes) >= sizes.max()
+    assert len(layout.shapes) <= 6
+    one_length = RowPackedLayout(length=6016, rows_per_chunk=1)
+    stream = np.random.default_rng(9).choice(sizes, pack_size * 120)
+    packs = plan_stream(PlannerConfig(pack_size=pack_size, lookahead=8), cost.of_length(stream.astype(float)))
+    executed = [sum(of.executed_cost(stream[pack], cost) for pack in packs) for of in (layout, one_length)]
+    assert executed[0] < 0.95 * executed[1]
+
+
+def test_dear_chunks_make_few_of_them() -> None:
+    chunks = []
+    for per_chunk in (0.0, 1e4):
+        cost = TransformerCost(per_token=1.0, per_token_squared=1e-4, per_chunk=per_chunk)
+        layout = fit_rows(skewed(), pack_size=64, cost=cost)
+        chunks.append(len(layout.chunk_shapes(skewed(1, 64))))
+    assert chunks[1] < chunks[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pack_size": 0}, "pack_size must be at least 1, got 0"),
+        ({"most_shapes": 0}, "most_shapes must be at least 1, got 0"),
+        ({"num_packs": 0}, "num_packs must be at least 1, got 0"),
+        ({"multiple_of": 0}, "multiple_of must be at least 1, got 0"),
+        ({"max_length": 8}, r"sizes from 4 to 9, not in 1..max_length=8: apply the cap"),
+        ({"sample_sizes": []}, "non-empty list of integers"),
+    ],
+)
+def test_fit_rows_names_bad_input(options: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"sample_sizes": [4, 9], "pack_size": 3, "cost": TransformerCost(1.0)}
+    with pytest.raises(ValueError, match=message):
+        fit_rows(**{**good, **options})
