@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,13 @@ from bcl_grain.layouts import RowPackedLayout
 from benchmarks.result import write_result
 from train.compiling import enable_compile_cache
 from train.config import BalanceConfig, CorpusConfig, OptimizerConfig, TrainConfig
-from train.data import JobSize, Pack, cost_prior, eval_chunks, train_dataset
+from train.data import Pack, eval_chunks, train_dataset
 from train.loop import warm_up
 from train.model import ModelConfig
-from train.prepare import Prepared, Topology, prepare
+from train.prepare import Prepared, prepare
 from train.programs import Programs
 from train.step import evaluate, init_state, train_step
+from train.topology import Topology
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -56,7 +57,7 @@ def config_of(name: str, corpus: pathlib.Path | None, *, steps: int, constant: b
         corpus=CorpusConfig(
             path=None if corpus is None else str(corpus), max_tokens=ROWS[name], on_oversize="truncate", eval_share=0.08
         ),
-        balance=BalanceConfig(pack_size=PACK_SIZE, lookahead=LOOKAHEAD),
+        balance=BalanceConfig(pack_size=PACK_SIZE, lookahead=LOOKAHEAD, lanes=RANKS),
         layout=RowPackedLayout(length=ROWS[name], rows_per_chunk=1),
         model=ModelConfig(vocab_size=1, layers=2, width=64, heads=2, kv_heads=1, head_dim=32, hidden=160),
         optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=10),
@@ -65,27 +66,16 @@ def config_of(name: str, corpus: pathlib.Path | None, *, steps: int, constant: b
     )
 
 
-def streams(prepared: Prepared, settings: dict[str, Any], seed: int) -> list[Any]:
-    """Returns the packs of every rank: iterators over streams of their own."""
-    balance = BalanceConfig(pack_size=PACK_SIZE, lookahead=LOOKAHEAD, **settings)
-    prior = cost_prior(prepared.train, balance, prepared.lay_out, seed=seed)
-    return [
-        iter(
-            train_dataset(
-                prepared.train,
-                prepared.job,
-                balance=balance,
-                prior=prior,
-                lay_out=prepared.lay_out,
-                seed=seed,
-                shard=rank,
-                num_shards=RANKS,
-                ranks_per_shard=1,
-                prefetch_packs=0,
-            )
-        )
-        for rank in range(RANKS)
-    ]
+def steps_of(prepared: Prepared, settings: dict[str, Any], seed: int) -> Iterable[list[Pack]]:
+    """Returns the steps of a job: a pack of every rank, each from a stream of its own."""
+    return train_dataset(
+        prepared.train,
+        prepared.job,
+        balance=dataclasses.replace(prepared.config.balance, **settings),
+        prior=prepared.prior,
+        lay_out=prepared.lay_out,
+        seed=seed,
+    )
 
 
 def train(prepared: Prepared, programs: Programs, settings: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -93,7 +83,7 @@ def train(prepared: Prepared, programs: Programs, settings: dict[str, Any], seed
     state = init_state(programs, seed=seed)
     tokens, counted = np.zeros((RANKS, prepared.job.steps)), np.zeros(prepared.job.steps)
     seen = 0
-    for step, packs in enumerate(zip(*streams(prepared, settings, seed), strict=True)):
+    for step, packs in enumerate(steps_of(prepared, settings, seed)):
         state, metrics = train_step(programs, state, [[chunk for pack in packs for chunk in pack.chunks]])
         tokens[:, step] = [pack.tokens for pack in packs]
         counted[step] = _counted(packs)
@@ -148,15 +138,6 @@ def study(name: str, corpus: pathlib.Path | None, *, steps: int, seeds: int) -> 
     with tqdm(total=seeds * (len(ARMS) + len(CONSTANT_TOO)), desc=name) as progress:
         for constant in (False, True):
             prepared = prepare(config_of(name, corpus, steps=steps, constant=constant), topology, lambda line: None)
-            # A step holds the packs of all ranks on one device.
-            batch = PACK_SIZE * RANKS
-            job = JobSize(
-                steps=steps,
-                global_batch=batch,
-                epochs=-(-steps * batch // len(prepared.train)),
-                num_unused=-steps * batch % len(prepared.train),
-            )
-            prepared = dataclasses.replace(prepared, job=job)
             programs = warm_up(prepared, lambda line: None)
             for seed in range(seeds):
                 for arm in CONSTANT_TOO if constant else ARMS:

@@ -17,8 +17,8 @@ def get_config() -> TrainConfig:
     return TrainConfig(
         corpus=CorpusConfig(max_tokens=1024, on_oversize="truncate"),
         balance=BalanceConfig(pack_size=8, lookahead=32),
-        # A pack fills four or five rows: chunks of one row are small against it. Another shape takes 10 s to compile.
-        layout=RowPackedLayout(length=1024, rows_per_chunk=1),
+        # A pack is four times as long as the longest record: rows of half that pad little. Every length is a program.
+        layout=RowPackedLayout(length=512, rows_per_chunk=1, lengths=(1024,)),
         model=ModelConfig(vocab_size=1, layers=3, width=128, heads=2, kv_heads=1, head_dim=64, hidden=320),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
         runtime=RuntimeConfig(eval_every=40, checkpoint_every=40),
