@@ -279,7 +279,7 @@ class _PackIterator(grain.DatasetIterator, Generic[T]):
         if self._next_pack >= len(cycle.packs):  # the end, or a next index beyond it
             self._exhausted = True
             raise StopIteration
-        self._telemetry.add_cycle(self._pool, self._new_costs, cycle)
+        self._telemetry.add_cycle(self._config, self._pool, self._new_costs, cycle)
         for pack in cycle.packs[: self._next_pack]:
             for position in pack:
                 self._records.pop(position, None)

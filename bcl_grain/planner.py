@@ -36,6 +36,7 @@ from bcl_grain.pool_state import (
     cycle_records,
     finished,
     initial_state,
+    oldest_wait,
     records_wanted,
     state_at,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "cohort_start",
     "finished",
     "initial_state",
+    "oldest_wait",
     "plan_cycle",
     "plan_digest",
     "records_wanted",
@@ -79,6 +81,7 @@ class Cycle(NamedTuple):
         dropped: Arrivals that were left out because they don't fill a step.
         over_capacity: Packs that hold more than the capacity.
         overdue: Records that stay longer than `max_age`, for the capacity's sake.
+        target: The cost that each pack was aimed at: the long-run mean for `streaming`, else the pool's mean.
     """
 
     packs: list[list[int]]
@@ -86,6 +89,7 @@ class Cycle(NamedTuple):
     dropped: int
     over_capacity: int = 0
     overdue: int = 0
+    target: float = 0.0
 
 
 def plan_cycle(
@@ -134,8 +138,9 @@ def plan_cycle(
     carried = np.empty(0, np.int64)
     tail: list[list[int]] = []
     over_capacity = overdue = dropped = 0
+    target = float(costs[:whole].mean()) * config.pack_size if whole else 0.0
     if config.policy == "streaming" and not final and _carries(config, whole, state.read + new.size):
-        steps, carried, state = _streaming_steps(config, state, positions, costs, read=state.read + new.size)
+        steps, carried, target, state = _streaming_steps(config, state, positions, costs, read=state.read + new.size)
     else:
         steps = _STEPS[config.policy](config, costs[:whole])
     if final:
@@ -158,7 +163,7 @@ def plan_cycle(
         costs=costs[carried],
         sizes=sizes[carried] if sizes.size else sizes,
     )
-    return Cycle(packs, state, dropped, over_capacity, overdue)
+    return Cycle(packs, state, dropped, over_capacity, overdue, target)
 
 
 def _pool_sizes(config: PlannerConfig, state: PoolState, new_sizes: npt.ArrayLike | None, num_new: int) -> IntArray:
@@ -257,8 +262,8 @@ def _carries(config: PlannerConfig, pool_records: int, read: int) -> bool:
 
 def _streaming_steps(
     config: PlannerConfig, state: PoolState, positions: IntArray, costs: FloatArray, *, read: int
-) -> tuple[IntArray, IntArray, PoolState]:
-    """Returns the cycle's steps and what is carried, as pool positions, and the state with what was learned."""
+) -> tuple[IntArray, IntArray, float, PoolState]:
+    """Returns the cycle's steps, what is carried, as pool positions, the target, and what was learned, in the state."""
     remaining = None
     if config.num_packs is not None:
         remaining = config.num_packs * config.pack_size - read + positions.size
@@ -274,7 +279,8 @@ def _streaming_steps(
         cycle=state.cycle,
         prior=config.prior,
     )
-    return _grouped(config, costs, plan.packs), plan.carried, dataclasses.replace(state, **memory._asdict())
+    steps = _grouped(config, costs, plan.packs)
+    return steps, plan.carried, plan.target, dataclasses.replace(state, **memory._asdict())
 
 
 def _arrival_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:

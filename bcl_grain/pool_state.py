@@ -106,6 +106,15 @@ def cohorts(config: PlannerConfig, positions: IntArray) -> IntArray:
     return np.maximum(0, (positions - first) // later + 1)
 
 
+def oldest_wait(config: PlannerConfig, state: PoolState) -> int:
+    """Returns how many cycles have passed over the oldest record in the pool; 0 for an empty pool.
+
+    >>> oldest_wait(PlannerConfig(pack_size=2), initial_state(PlannerConfig(pack_size=2)))
+    0
+    """
+    return int(state.cycle - cohorts(config, state.live[:1])[0]) if state.live.size else 0
+
+
 def _start_of_cohort(config: PlannerConfig, cohort: int) -> int:
     return 0 if cohort == 0 else _first_records(config) + (cohort - 1) * cycle_records(config)
 

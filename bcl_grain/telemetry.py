@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bcl_grain.planner import FILLER, Cycle, PoolState
+from bcl_grain.planner import FILLER, Cycle, PlannerConfig, PoolState, oldest_wait
 
 
 @dataclasses.dataclass
@@ -30,6 +30,10 @@ class Telemetry:
         reading_seconds: Time spent waiting for the parent and evaluating costs, planning aside.
         pack_cost_sum: Sum of the pack costs.
         pack_cost_square_sum: Sum of their squares.
+        target: Cost that the last cycle's packs were aimed at; see `Cycle.target`.
+        drift: `streaming`: how far the newest arrivals' mean is from the long-run mean, squared and in standard errors:
+            about 1 where records come in random order; from 5 on the target follows the pool.
+        oldest_wait: Cycles that the oldest record in the pool has been passed over.
     """
 
     cycles: int = 0
@@ -43,6 +47,9 @@ class Telemetry:
     reading_seconds: float = 0.0
     pack_cost_sum: float = 0.0
     pack_cost_square_sum: float = 0.0
+    target: float = math.nan
+    drift: float = 1.0
+    oldest_wait: int = 0
 
     @property
     def pack_cost_cv(self) -> float:
@@ -56,7 +63,17 @@ class Telemetry:
         mean = self.pack_cost_sum / self.packs
         return math.sqrt(max(0.0, self.pack_cost_square_sum / self.packs - mean * mean)) / mean
 
-    def add_cycle(self, pool: PoolState, new_costs: Sequence[float], cycle: Cycle) -> None:
+    def figures(self) -> dict[str, float]:
+        """Returns the counters by name, JSON-safe: what a training loop logs from time to time.
+
+        >>> Telemetry(cycles=2).figures()["cycles"]
+        2
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["pack_cost_cv"] = self.pack_cost_cv
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    def add_cycle(self, config: PlannerConfig, pool: PoolState, new_costs: Sequence[float], cycle: Cycle) -> None:
         """Counts one planned cycle: `pool` before it, and the costs of the arrivals since."""
         cost_of = dict(zip(pool.live.tolist(), pool.costs.tolist(), strict=True))
         for offset, cost in enumerate(new_costs):
@@ -70,5 +87,8 @@ class Telemetry:
         self.fillers += fillers
         self.packs_over_capacity += cycle.over_capacity
         self.overdue += cycle.overdue
+        self.target = cycle.target
+        self.drift = cycle.state.drift
+        self.oldest_wait = oldest_wait(config, cycle.state)
         self.pack_cost_sum += float(sums.sum())
         self.pack_cost_square_sum += float((sums * sums).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import logging
 from typing import Any
 
@@ -228,6 +229,21 @@ def test_the_execution_summary_counts_packs(on_top: bool) -> None:
     assert node.output_spec == "list<int>[2]"
 
 
+def test_telemetry_tells_what_the_stream_aims_at_and_how_long_records_wait() -> None:
+    telemetry = bcl.Telemetry()
+    iterator = iter(pipeline(400, pack_size=4, lookahead=6, telemetry=telemetry))
+    waits = []
+    for _ in range(60):
+        next(iterator)
+        waits.append(telemetry.oldest_wait)
+    assert telemetry.target == pytest.approx(4 * np.mean(COSTS[: telemetry.records]), rel=0.1)
+    assert 0 < max(waits) <= 16, "the age bound"
+    assert 0 <= telemetry.drift < 5, "the order is random"
+    figures = telemetry.figures()
+    assert json.loads(json.dumps(figures)) == figures
+    assert figures["pack_cost_cv"] == telemetry.pack_cost_cv
+
+
 def test_telemetry_counts() -> None:
     telemetry = bcl.Telemetry()
     packs = ids(pipeline(40, pack_size=3, packs_per_step=2, lookahead=3, tail="pad", telemetry=telemetry))
@@ -236,6 +252,8 @@ def test_telemetry_counts() -> None:
     assert telemetry.cycles == 3
     assert telemetry.pack_cost_sum == pytest.approx(sum(sums))
     assert telemetry.pack_cost_cv == pytest.approx(np.std(sums) / np.mean(sums))
+    assert telemetry.target == pytest.approx(np.mean(sums[-6:]), rel=0.5)  # of the last pool
+    assert telemetry.oldest_wait == 0  # nothing is left
     assert telemetry.planning_seconds > 0
     assert telemetry.reading_seconds > 0
 

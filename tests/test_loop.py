@@ -36,11 +36,11 @@ def quiet(line: str) -> None:
 
 
 def figures(run_dir: Path) -> list[Event]:
-    """A run's events without what a clock says."""
+    """A run's events without what a clock says, or what the pipeline counts since this process began."""
     return [
         {name: value for name, value in event.items() if name not in TIMES}
         for event in read_events(run_dir)
-        if event["kind"] != "time"
+        if event["kind"] not in ("time", "balance")
     ]
 
 
@@ -153,6 +153,18 @@ def test_signals_are_remembered_once_and_then_have_their_usual_effect() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_the_log_tells_how_packs_are_balanced(undisturbed: tuple[Path, Outcome], prepared: Prepared) -> None:
+    events = [event for event in read_events(undisturbed[0]) if event["kind"] == "balance"]
+    train = [event for event in read_events(undisturbed[0]) if event["kind"] == "train"]
+    assert [event["step"] for event in events] == [
+        e["step"] for e in read_events(undisturbed[0]) if e["kind"] == "eval"
+    ][1:]
+    assert events[-1]["records"] == prepared.job.steps * prepared.job.global_batch
+    assert events[-1]["records_dropped"] == events[-1]["packs_over_capacity"] == 0
+    costs = np.array([event["pack_cost"] for event in train])
+    assert events[-1]["pack_cost_cv"] == pytest.approx(costs.std() / costs.mean(), rel=1e-4)
+
+
 def test_metrics_of_a_step_are_read_after_the_next_is_dispatched(
     prepared: Prepared, programs: Programs, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -174,8 +186,19 @@ def test_metrics_of_a_step_are_read_after_the_next_is_dispatched(
     run = dataclasses.replace(prepared, config=config, job=dataclasses.replace(prepared.job, steps=4))
     run_training(run, programs, tmp_path, say=quiet)
     assert order == [
-        *("eval 0", "dispatch", "dispatch", "train 1", "dispatch", "train 2", "train 3", "time 1", "eval 3"),
-        *("dispatch", "train 4", "time 3", "eval 4"),
+        *(
+            "eval 0",
+            "dispatch",
+            "dispatch",
+            "train 1",
+            "dispatch",
+            "train 2",
+            "train 3",
+            "time 1",
+            "balance 3",
+            "eval 3",
+        ),
+        *("dispatch", "train 4", "time 3", "balance 4", "eval 4"),
     ]
 
 

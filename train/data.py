@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import grain
@@ -194,16 +194,19 @@ def train_dataset(
     host: int = 0,
     num_hosts: int = 1,
     prefetch_steps: int = 0,
+    telemetry: dict[int, bcl.Telemetry] | None = None,
 ) -> grain.IterDataset[list[Pack]]:
     """Returns the steps of one host: the packs of the lanes that it serves.
 
     With a `capacity` every pack fits so many (rows, length). With `prefetch_steps` a thread lays them out ahead. An
-    iterator must be closed then before the interpreter ends, or the process aborts.
+    iterator must be closed then before the interpreter ends, or the process aborts. `telemetry` gets an entry for each
+    lane served, for one iterator.
     """
+    counters = {} if telemetry is None else telemetry
     packs_per_step = balance.packs_per_step or 1
 
     def lane(shard: grain.MapDataset[Record], number: int) -> grain.IterDataset[Pack]:
-        del number  # the order's key is the same on all lanes, so that the policy may align them
+        # The order's key is the same on all lanes, so that the policy may align them.
         packs = shard.to_iter_dataset(READ_IN_PLACE).pipe(
             bcl.BatchCostLookaheadIterDataset,
             pack_size=balance.pack_size,
@@ -217,6 +220,7 @@ def train_dataset(
             cost_fn=lay_out.cost,
             capacity=capacity,
             size_fn=None if capacity is None else _num_tokens,
+            telemetry=counters.setdefault(number, bcl.Telemetry()),
         )
         return packs.map(lay_out)
 
@@ -231,6 +235,25 @@ def train_dataset(
     if not prefetch_steps:
         return ds
     return grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=prefetch_steps)
+
+
+def balance_figures(telemetry: Iterable[bcl.Telemetry]) -> dict[str, float]:
+    """Returns what the lanes' transformations know about themselves, in one: sums of counters, means or maxima else."""
+    lanes = [lane.figures() for lane in telemetry if lane.cycles]
+    if not lanes:
+        return {}
+    sums = (
+        "packs",
+        "records",
+        "records_dropped",
+        "packs_over_capacity",
+        "overdue",
+        "planning_seconds",
+        "reading_seconds",
+    )
+    figures = {name: sum(lane[name] for lane in lanes) for name in sums}
+    figures |= {name: sum(lane[name] for lane in lanes) / len(lanes) for name in ("pack_cost_cv", "target")}
+    return figures | {name: max(lane[name] for lane in lanes) for name in ("drift", "oldest_wait")}
 
 
 def _num_tokens(record: Record) -> int:

@@ -25,11 +25,12 @@ import grain
 from absl import logging
 from tqdm import tqdm
 
+import bcl_grain as bcl
 from train.checkpoints import Checkpoints, claim_run_dir, load_params
 from train.clock import StepClock, Watch
 from train.compiling import CompileCounter
 from train.config import fingerprint
-from train.data import Pack, eval_chunks, train_dataset
+from train.data import Pack, balance_figures, eval_chunks, train_dataset
 from train.global_programs import Metrics
 from train.metrics_log import MetricsLog
 from train.notes import decode, note_of, pack_figures, time_figures
@@ -137,7 +138,8 @@ def run_training(
             run_dir, fingerprint=fingerprint(prepared.identity), keep=config.runtime.keep_checkpoints
         )
         cleanup.callback(checkpoints.close)
-        iterator = _train_iterator(prepared)
+        telemetry: dict[int, bcl.Telemetry] = {}
+        iterator = _train_iterator(prepared, telemetry)
         cleanup.callback(iterator.close)
         agree({"latest checkpoint": checkpoints.latest_step})
         if checkpoints.latest_step is not None:
@@ -149,7 +151,7 @@ def run_training(
             cleanup.callback(log.close)
         clock = cleanup.enter_context(StepClock(len(programs.local_devices)))
         counter, start = CompileCounter(), time.monotonic()
-        loop = _Loop(prepared, programs, iterator, checkpoints, log, clock, counter, say)
+        loop = _Loop(prepared, programs, iterator, checkpoints, log, clock, counter, say, telemetry)
         with stop.listening():
             step = loop.run(state, stop)
         return Outcome(
@@ -160,7 +162,7 @@ def run_training(
         )
 
 
-def _train_iterator(prepared: Prepared) -> grain.DatasetIterator[list[Pack]]:
+def _train_iterator(prepared: Prepared, telemetry: dict[int, bcl.Telemetry]) -> grain.DatasetIterator[list[Pack]]:
     topology, config = prepared.topology, prepared.config
     return iter(
         train_dataset(
@@ -174,6 +176,7 @@ def _train_iterator(prepared: Prepared) -> grain.DatasetIterator[list[Pack]]:
             host=topology.process_index,
             num_hosts=topology.process_count,
             prefetch_steps=config.runtime.prefetch_steps,
+            telemetry=telemetry,
         )
     )
 
@@ -191,6 +194,7 @@ class _Loop:
         clock: StepClock,
         counter: CompileCounter,
         say: Say,
+        telemetry: Mapping[int, bcl.Telemetry],
     ) -> None:
         self._prepared = prepared
         self._programs = programs
@@ -200,6 +204,7 @@ class _Loop:
         self._clock = clock
         self._counter = counter
         self._say = say
+        self._telemetry = telemetry
         self._compiled = 0
         self._eval_packs = _eval_packs(prepared, len(programs.local_devices))
         self._recent_losses: list[float] = []
@@ -295,6 +300,8 @@ class _Loop:
         begin = time.monotonic()
         metrics = evaluate(self._programs, state.params, self._eval_packs)
         values = {name: float(value) for name, value in metrics.items()}
+        if step:
+            self._write("balance", step, balance_figures(self._telemetry.values()))
         self._write("eval", step, values | {"eval_seconds": time.monotonic() - begin})
         line = f"step {step:>5}/{self._prepared.job.steps}: eval loss {values['loss']:.4f}"
         if self._recent_losses:

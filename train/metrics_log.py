@@ -19,7 +19,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 METRICS_FILE = "metrics.jsonl"
 
 Event = dict[str, Any]
-"""One line: "kind" ("train", "eval", "time"), "step" (updates done so far), and numbers by name; some by rank."""
+"""One line: "kind" ("train", "eval", "balance", "time"), "step" (updates so far), and numbers by name; some by rank."""
 
 
 class MetricsLog:
