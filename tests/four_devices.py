@@ -31,16 +31,19 @@ def flat(params: Any) -> Any:
     return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(params)])
 
 
-def run(num_devices: int) -> dict[str, Any]:
-    """Trains; the four packs of a step go to as many devices, or one after the other to one."""
+def run(num_devices: int, *, even: bool = False, **options: Any) -> dict[str, Any]:
+    """Trains; the four packs of a step go to as many devices, or one after the other to one.
+
+    With `even` every pack has two chunks, else their numbers are unequal and now and then a device has none.
+    """
     optimizer = make_optimizer(total_steps=STEPS, warmup_steps=3, learning_rate=1e-2)
-    programs = compile_programs(CONFIG, optimizer, SHAPES[:1], devices=jax.devices()[:num_devices])
+    programs = compile_programs(CONFIG, optimizer, SHAPES[:1], devices=jax.devices()[:num_devices], **options)
     state = init_state(programs, seed=0)
     start, counter, losses = flat(state.params), CompileCounter(), []
     for step in range(STEPS):
-        # Unequal numbers of chunks; now and then a device has none.
         packs = [
-            make_pack(num_chunks=(step + 2 * rank) % 6, seed=4 * step + rank, shapes=SHAPES[:1]) for rank in range(4)
+            make_pack(num_chunks=2 if even else (step + 2 * rank) % 6, seed=4 * step + rank, shapes=SHAPES[:1])
+            for rank in range(4)
         ]
         if num_devices == 1:
             packs = [[chunk for pack in packs for chunk in pack]]
@@ -48,18 +51,37 @@ def run(num_devices: int) -> dict[str, Any]:
         losses.append(float(metrics["loss"]))
     totals = {name: float(value) for name, value in evaluate(programs, state.params, packs).items()}
     compiled = counter.programs
-    return {"start": start, "end": flat(state.params), "losses": losses, "eval": totals, "compiled": compiled}
+    held = sum(shard.data.nbytes for leaf in jax.tree.leaves(state.opt_state) for shard in leaf.addressable_shards[:1])
+    return {
+        "start": start,
+        "end": flat(state.params),
+        "losses": losses,
+        "eval": totals,
+        "compiled": compiled,
+        "opt_state_bytes": held,  # on the first device
+    }
 
 
-if __name__ == "__main__":
-    one, four = run(1), run(4)
+def compare(one: dict[str, Any], four: dict[str, Any]) -> dict[str, Any]:
+    """Returns what differs between a run on one device and the same on four."""
     assert (one["start"] == four["start"]).all()
     norm = np.linalg.norm(one["end"])
-    result = {
+    return {
         "difference": np.linalg.norm(four["end"] - one["end"]) / norm,
         "moved": np.linalg.norm(one["end"] - one["start"]) / norm,
         "compiled": one["compiled"] + four["compiled"],
         "losses": [one["losses"], four["losses"]],
         "eval": [one["eval"], four["eval"]],
+        "opt_state_bytes": [one["opt_state_bytes"], four["opt_state_bytes"]],
+    }
+
+
+if __name__ == "__main__":
+    uneven, even = run(1), run(1, even=True)
+    result = {
+        "decoupled": compare(uneven, run(4)),
+        "zero1": compare(uneven, run(4, zero1=True)),
+        "spmd": compare(even, run(4, even=True, spmd_packs=2)),
+        "spmd-zero1": compare(even, run(4, even=True, spmd_packs=2, zero1=True)),
     }
     print(json.dumps(result))

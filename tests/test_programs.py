@@ -21,6 +21,7 @@ from train.attention import masked_attention
 from train.compiling import CompileCounter
 from train.loss import Sums, loss_sums
 from train.model import Params, graphdef
+from train.notes import Note, decode
 from train.programs import Programs, compile_programs
 from train.state import Optimizer, TrainState, make_optimizer
 from train.step import Chunk, evaluate, init_state, train_step
@@ -176,6 +177,39 @@ def test_what_no_program_fits_is_an_error_and_leaves_the_state_good(programs: Pr
     train_step(programs, state, [make_pack(num_chunks=1, seed=0)])
 
 
+def test_one_program_takes_what_it_was_compiled_for_and_nothing_else() -> None:
+    programs = compile_programs(CONFIG, PLAIN, SHAPES[1:], devices=jax.devices()[:1], spmd_packs=2)
+    assert not programs.accumulate
+    packs = [make_pack(num_chunks=2, seed=0, shapes=SHAPES[1:])]
+    state = init_state(programs, seed=0)
+    before = to_host(state.params)
+    sums, grads = sums_and_grads(before, packs[0])
+    few: list[list[Any]] = [[]]
+    for wrong in ([packs[0][:1]], [packs[0] * 2], few):
+        with pytest.raises(ValueError, match=rf"got \[{len(wrong[0])}\] chunks .* the one program takes 2 on each"):
+            train_step(programs, state, wrong)
+    new, metrics = train_step(programs, state, packs)
+    assert float(metrics["loss"]) == pytest.approx(sums.loss / sums.tokens, rel=1e-5)
+    assert_close(gradient(before, new), jax.tree.map(lambda g: g / sums.tokens, grads))
+    with pytest.raises(ValueError, match=r"needs one shape and a pack, got \(\(1, 16\), \(2, 16\)\) and 2"):
+        compile_programs(CONFIG, PLAIN, SHAPES, spmd_packs=2)
+
+
+def test_notes_reach_everybody_and_touch_nothing(programs: Programs) -> None:
+    packs = [make_pack(num_chunks=2, seed=1)]
+    plain, metrics = train_step(programs, init_state(programs, seed=0), packs)
+    assert "notes" not in metrics
+    seen: list[Any] = []
+    note = Note(stop=True, cost=3e12, timed_step=70_001)
+    told, metrics = train_step(programs, init_state(programs, seed=0), packs, None, [note], seen.extend)
+    jax.tree.map(np.testing.assert_array_equal, to_host(plain.params), to_host(told.params))
+    notes = decode(metrics["notes"])
+    assert (notes["stop"].tolist(), notes["timed_step"].tolist()) == ([1], [70_001])
+    assert notes["cost"] == pytest.approx([3e12], rel=1e-7)
+    assert len(seen) == 1
+    assert float(seen[0][0]) == pytest.approx(float(metrics["loss"]) * float(metrics["tokens"]), rel=1e-6)
+
+
 def test_bad_settings_are_errors() -> None:
     with pytest.raises(ValueError, match="shapes is empty"):
         compile_programs(CONFIG, PLAIN, ())
@@ -197,8 +231,14 @@ def run_python(arguments: list[str], timeout_seconds: float = 300) -> Any:
     return json.loads(done.stdout)
 
 
-def test_four_devices_train_like_one() -> None:
-    result = run_python([str(ROOT / "tests/four_devices.py")])
+@pytest.fixture(scope="module")
+def four_devices() -> Any:
+    return run_python([str(ROOT / "tests/four_devices.py")])
+
+
+@pytest.mark.parametrize("how", ["decoupled", "zero1", "spmd", "spmd-zero1"])
+def test_four_devices_train_like_one(how: str, four_devices: Any) -> None:
+    result = four_devices[how]
     assert result["difference"] <= 1e-6
     assert result["moved"] > 0.1  # the parameters did move
     assert result["compiled"] == 0
@@ -206,6 +246,8 @@ def test_four_devices_train_like_one() -> None:
     np.testing.assert_allclose(four, one, rtol=1e-5)
     assert one[-1] < one[0]
     assert result["eval"][1] == pytest.approx(result["eval"][0], rel=1e-5)
+    whole, part = result["opt_state_bytes"]
+    assert part == (whole if "zero1" not in how else pytest.approx(whole / 4, rel=0.01))
 
 
 def test_a_second_process_takes_its_programs_from_the_cache(tmp_path: Path) -> None:

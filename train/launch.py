@@ -123,8 +123,9 @@ def _forward(number: int, process: subprocess.Popen[str]) -> threading.Thread:
     """Prints a process's lines as they come, with its number in front."""
 
     def forward(stream: IO[str]) -> None:
-        for line in stream:
-            print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
+        with stream:
+            for line in stream:
+                print(f"[{number}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
 
     assert process.stdout is not None
     thread = threading.Thread(target=forward, args=(process.stdout,), daemon=True)

@@ -40,7 +40,7 @@ from train.programs import Programs, compile_programs
 from train.state import TrainState
 from train.step import Chunk, evaluate, init_state, train_step
 from train.stopping import StopRequest
-from train.topology import deal
+from train.topology import deal, packs_per_step
 
 
 class DivergedError(Exception):
@@ -129,9 +129,13 @@ def run_training(
     if init is not None:
         state = dataclasses.replace(state, params=load_params(init, programs.abstract_state.params))
         say(f"parameters from {init}")
-    main = prepared.topology.is_main
-    if main:
+    if prepared.topology.is_main:
         claim_run_dir(run_dir, prepared.identity)
+    topology, packs = prepared.topology, packs_per_step(config.balance)
+    if packs % topology.ranks:
+        idle = max(0, topology.ranks - packs)
+        having = f"{idle} of them have none" if idle else "some have one more than others"
+        say(f"{packs} packs a step for {topology.ranks} devices: {having}, and the rest wait for them")
     stop = StopRequest() if stop is None else stop
     with contextlib.ExitStack() as cleanup:
         checkpoints = Checkpoints(
@@ -146,7 +150,7 @@ def run_training(
             state = checkpoints.restore(programs.abstract_state, iterator)
             say(f"resumed at step {int(state.step)} of {prepared.job.steps}")
         log = None
-        if main:
+        if topology.is_main:
             log = MetricsLog(run_dir, first_step=int(state.step))
             cleanup.callback(log.close)
         clock = cleanup.enter_context(StepClock(len(programs.local_devices)))
