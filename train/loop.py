@@ -36,6 +36,7 @@ from train.metrics_log import MetricsLog
 from train.notes import decode, note_of, pack_figures, time_figures
 from train.prepare import Prepared, Say
 from train.processes import agree
+from train.program_memory import check_program_memory
 from train.programs import Programs, compile_programs
 from train.state import TrainState
 from train.step import Chunk, evaluate, init_state, train_step
@@ -79,7 +80,11 @@ class _Dispatched:
 
 
 def warm_up(prepared: Prepared, say: Say = print) -> Programs:
-    """Compiles everything that the run will need."""
+    """Compiles everything that the run will need, and makes sure that it fits the device.
+
+    Raises:
+        ValueError: If it does not, or nothing can be compiled for these settings.
+    """
     programs = compile_programs(
         prepared.model,
         prepared.optimizer,
@@ -95,6 +100,10 @@ def warm_up(prepared: Prepared, say: Say = print) -> Programs:
         f"warm-up: {compiled} programs for the chunk shapes {programs.shapes} in {seconds:.1f} s, {cache_hits} of them "
         "from the compile cache"
     )
+    needs = check_program_memory(programs)
+    if needs:
+        name = max(needs, key=lambda name: needs[name])
+        say(f"memory: {needs[name] / 2**30:.2f} GiB on a device at most, for {name}, by the compiler's account")
     return programs
 
 

@@ -100,6 +100,9 @@ def _main(argv: Sequence[str]) -> int:
     say(f"bigram model: eval loss {prepared.bigram_loss:.4f}, in nats a response token, as all losses here")
     try:
         programs = warm_up(prepared, say)
+    except ValueError as error:
+        return _fail(error, EXIT_BAD_INPUT)
+    try:
         outcome = run_training(prepared, programs, run_dir, init=init, say=write)
     except (CheckpointError, DisagreementError) as error:
         return _fail(error, EXIT_BAD_INPUT)
