@@ -16,16 +16,18 @@ import pytest
 
 import train.loop
 import train.step
-from bcl_grain.layouts import RowPackedLayout
+from bcl_grain.layouts import BucketedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
 from train.checkpoints import CheckpointError, Checkpoints, check_run_dir, claim_run_dir, find_differences, load_params
-from train.config import RuntimeConfig
+from train.config import BalanceConfig, RuntimeConfig
 from train.data import train_dataset
 from train.loop import DivergedError, LateCompilationError, Outcome, run_training, warm_up
 from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
+from train.notes import Note, decode, encode, time_figures
 from train.prepare import Prepared, prepare
-from train.programs import Programs
+from train.programs import Programs, compile_programs
 from train.stopping import StopRequest
+from train.timeline import draw_timeline, segments
 from train.topology import Topology
 
 TIMES = {"step_seconds", "data_seconds", "eval_seconds"}
@@ -354,3 +356,67 @@ def test_a_constant_denominator_is_the_expected_number_of_tokens(prepared: Prepa
     config = dataclasses.replace(prepared.config, constant_denominator=True)
     per_record = loss_tokens(dataclasses.replace(prepared, evaluation=prepared.train)) / len(prepared.train)
     assert dataclasses.replace(prepared, config=config).expected_tokens == pytest.approx(6 * per_record)
+
+
+def test_a_step_that_is_one_program_learns_what_the_decoupled_one_does(tmp_path: Path) -> None:
+    balance = BalanceConfig(pack_size=6, lookahead=3, lanes=1, packs_per_step=2)
+    prepared = tiny_run(tmp_path, step="spmd", balance=balance)
+    rows, length = prepared.lay_out.layout.shapes[0]
+    assert (prepared.one_shape, prepared.spmd_packs, length) == ((rows, 64), 2, 64)
+    assert prepared.eval_layout.shapes == ((rows, 64),)
+    run_training(prepared, warm_up(prepared, quiet), tmp_path / "spmd", say=quiet)
+    decoupled = compile_programs(prepared.model, prepared.optimizer, prepared.lay_out.layout.shapes)
+    run_training(prepared, decoupled, tmp_path / "decoupled", say=quiet)
+    one, two = (
+        [event["loss"] for event in read_events(tmp_path / name) if "loss" in event] for name in ("spmd", "decoupled")
+    )
+    assert len(one) == STEPS + 5
+    np.testing.assert_allclose(one, two, rtol=1e-5)
+    whole = [event for event in read_events(tmp_path / "spmd") if event["kind"] == "time"]
+    assert {event["wait_share"] for event in whole} == {0}  # not to be told apart from the step
+
+
+def test_a_step_that_is_one_program_needs_packs_of_one_shape_and_as_many_on_each_device(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "pairs.jsonl")
+    bucketed = BucketedLayout(lengths=(32, 64), tokens_per_chunk=64)
+    with pytest.raises(ValueError, match="step 'spmd' needs packs of one shape, which BucketedLayout does not give"):
+        tiny_config(corpus, step="spmd", layout=bucketed)
+    with pytest.raises(ValueError, match="step must be 'decoupled' or 'spmd', got 'both'"):
+        tiny_config(corpus, step="both")
+    balance = BalanceConfig(pack_size=2, lookahead=3, lanes=4, packs_per_step=1)
+    topology = Topology(process_index=0, process_count=2, local_devices=3)
+    with pytest.raises(ValueError, match=r"but 4 packs a step \(4 lanes of 1\) can't be shared by 6 devices"):
+        prepare(tiny_config(corpus, step="spmd", balance=balance), topology, say=quiet)
+    fixed = tiny_config(corpus, step="spmd", layout=RowPackedOneShapeLayout(rows=5, length=64))
+    topology = Topology(process_index=0, process_count=1, local_devices=1)
+    assert prepare(fixed, topology, say=quiet).one_shape == (5, 64)
+
+
+def test_times_of_a_step_add_up_over_ranks() -> None:
+    notes = decode(
+        np.concatenate(
+            [
+                encode(Note(timed_step=3, idle_seconds=0.1, local_seconds=1.0, step_seconds=2.5, data_seconds=0.1)),
+                encode(Note(timed_step=3, idle_seconds=0.2, local_seconds=1.9, step_seconds=2.4)),
+            ]
+        )
+    )
+    figures, by_rank = time_figures(notes)
+    assert figures["step_seconds"] == pytest.approx(2.5)
+    assert by_rank["wait"] == pytest.approx([1.0, 0.0])
+    assert figures["wait_share"] == pytest.approx(0.5 / 2.5)
+    assert figures["update_seconds"] == pytest.approx(0.4)
+    event = {"kind": "time", "step": 3, **figures, **by_rank}
+    np.testing.assert_allclose(sum(segments([event]).values()), [[2.5, 2.5]], rtol=1e-6)
+
+
+def test_a_timeline_is_drawn_of_the_steps_that_were_timed(undisturbed: tuple[Path, Outcome], tmp_path: Path) -> None:
+    events = read_events(undisturbed[0])
+    timed = [event for event in events if event["kind"] == "time"]
+    assert len(timed) > STEPS / 2
+    for event in timed:
+        assert event["wait_share"] == 0  # one rank waits for nobody
+        assert 0 <= event["update_seconds"] <= event["step_seconds"]
+    assert draw_timeline(tmp_path / "t.png", events)
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert not draw_timeline(tmp_path / "none.png", [event for event in events if event["kind"] != "time"])

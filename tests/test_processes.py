@@ -44,7 +44,7 @@ def quiet(line: str) -> None:
 
 
 def losses(run_dir: Path) -> dict[tuple[str, int], float]:
-    return {(e["kind"], e["step"]): e["loss"] for e in read_events(run_dir) if e["kind"] != "time"}
+    return {(e["kind"], e["step"]): e["loss"] for e in read_events(run_dir) if "loss" in e}
 
 
 def start_job(*arguments: str) -> subprocess.Popen[str]:

@@ -22,7 +22,7 @@ class StepTimes:
 
     Attributes:
         idle: By device: from the end of the step before until it had something to do.
-        local: By device: that it then computed by itself.
+        local: By device: that it then computed by itself; all of the step, if that is one program.
         step: From the end of the step before to its own.
     """
 
@@ -40,7 +40,7 @@ class StepClock:
 
     def __init__(self, num_devices: int) -> None:
         self._threads = concurrent.futures.ThreadPoolExecutor(num_devices + 1, thread_name_prefix="step-clock")
-        self._dispatched = 0.0
+        self._num_devices = num_devices
         self._local: list[concurrent.futures.Future[float]] = []
         self._end_before = time.monotonic()
 
@@ -59,7 +59,9 @@ class StepClock:
             begin: When the host began to dispatch it, by `time.monotonic()`.
             result: What the devices give together.
         """
-        return Watch(self, begin, self._local, self._threads.submit(_ready_at, result))
+        end = self._threads.submit(_ready_at, result)
+        local, self._local = self._local or [end] * self._num_devices, []
+        return Watch(self, begin, local, end)
 
     def __enter__(self) -> StepClock:
         return self

@@ -17,6 +17,7 @@ from train.metrics_log import METRICS_FILE, Event, read_events
 from train.plots import PLOT_FILE, draw_run
 from train.prepare import Prepared, Say
 from train.programs import Programs
+from train.timeline import TIMELINE_FILE, draw_timeline
 
 SUMMARY_FILE = "summary.json"
 
@@ -58,8 +59,12 @@ def report(prepared: Prepared, outcome: Outcome, programs: Programs, run_dir: Pa
     (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     for line in _lines(summary, comparison):
         say(line)
+    timeline = (
+        [(TIMELINE_FILE, "where the time went, by rank")] if draw_timeline(run_dir / TIMELINE_FILE, events) else []
+    )
     for name, content in (
         (PLOT_FILE, "picture"),
+        *timeline,
         (SUMMARY_FILE, "these figures"),
         (METRICS_FILE, "every step"),
         ("tensorboard", "the same for TensorBoard"),
@@ -111,6 +116,19 @@ def _time_summary(events: Sequence[Event]) -> dict[str, Any]:
     return {"time": {name: float(np.median([event[name] for event in timed])) for name in names} if timed else {}}
 
 
+def _time_lines(time: dict[str, float]) -> list[str]:
+    if not time or not time["step_seconds"]:
+        return []
+    step = time["step_seconds"]
+    shares = (
+        ("slowest rank by itself", "local_seconds_max"),
+        ("update", "update_seconds"),
+        ("without work", "idle_seconds_max"),
+    )
+    parts = ", ".join(f"{what} {time[name] / step:.0%}" for what, name in shares)
+    return [f"  a step          {step:.3f} s (median): {parts}; ranks wait for each other {time['wait_share']:.1%}"]
+
+
 def _lines(summary: dict[str, Any], comparison: Comparison) -> list[str]:
     beats = "beats" if summary["beats_bigram"] else "does NOT beat"
     return [
@@ -122,6 +140,7 @@ def _lines(summary: dict[str, Any], comparison: Comparison) -> list[str]:
         f"{summary['eval_records']} held-out records, accuracy {summary['last_eval_accuracy']:.3f}",
         f"  bigram         {summary['bigram_eval_loss']:.4f} on the same: the model {beats} it",
         f"  compilations after warm-up: {summary['compilations_after_warmup']}",
+        *_time_lines(summary["time"]),
         "",
         f"Balance, {comparison.describe()}",
         *(f"  {line}" for line in comparison.table().splitlines()),
