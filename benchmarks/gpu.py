@@ -34,7 +34,7 @@ import numpy as np
 from flax import nnx
 
 from bcl_grain.cost_table import TableCost
-from bcl_grain.layouts import RowPackedLayout
+from bcl_grain.layouts import RowPackedLayout, Shape
 from bcl_grain.workloads import load_workload
 from benchmarks.attention_paths import Case, candidates, compare, lower_for_gpu, reference
 from benchmarks.result import RESULTS, write_result
@@ -58,8 +58,7 @@ class Setup:
 
     Attributes:
         model: Dimensions, those of a Llama of 1.2 B parameters.
-        row_length: Tokens in a row.
-        heights: The ladder: rows of a chunk.
+        layout: The ladder: rows and lengths of the chunks.
         cases: Comparisons of attention paths.
         corpora: Length tables of the simulated jobs.
         ranks: Their ranks.
@@ -76,8 +75,9 @@ class Setup:
             vocab_size=128_256, layers=16, width=2048, heads=32, kv_heads=8, head_dim=64, hidden=8192
         )
     )
-    row_length: int = 2048
-    heights: tuple[int, ...] = (1, 2, 4)
+    layout: RowPackedLayout = dataclasses.field(
+        default_factory=lambda: RowPackedLayout(length=2048, rows_per_chunk=4, heights=(1,), lengths=(1024,))
+    )
     cases: tuple[Case, ...] = (
         Case(rows=4, length=2048, heads=32, kv_heads=8, head_dim=64, one_record_rows=False),
         Case(rows=4, length=2048, heads=32, kv_heads=8, head_dim=64, one_record_rows=True),
@@ -98,8 +98,7 @@ class Setup:
 
 TOY = Setup(
     model=ModelConfig(vocab_size=32, layers=1, width=16, heads=2, kv_heads=1, head_dim=16, hidden=16),
-    row_length=128,
-    heights=(1, 2),
+    layout=RowPackedLayout(length=128, rows_per_chunk=2, heights=(1,)),
     cases=tuple(
         Case(rows=3, length=128, heads=2, kv_heads=1, head_dim=16, one_record_rows=one) for one in (False, True)
     ),
@@ -123,12 +122,6 @@ class Benchmark:
         self.programs: Programs | None = None
         self.cost: TableCost | None = None
         enable_compile_cache(cache)
-
-    @property
-    def layout(self) -> RowPackedLayout:
-        """The ladder as a layout."""
-        s = self.setup
-        return RowPackedLayout(length=s.row_length, rows_per_chunk=max(s.heights), heights=s.heights)
 
     def attention(self, figures: dict[str, Any]) -> None:
         """See the module."""
@@ -200,20 +193,19 @@ class Benchmark:
         if self.cost is None:
             raise RuntimeError("section ladder measured no costs")
         s, cost = self.setup, self.cost
-        overhead = cost.per_chunk / (cost.per_token * s.row_length)
+        row_seconds = cost.of_chunk(1, s.layout.length)
+        layout = dataclasses.replace(s.layout, chunk_overhead_rows=cost.per_chunk / (row_seconds - cost.per_chunk))
         for corpus in s.corpora:
             for ranks in s.ranks:
                 lengths = load_workload(corpus).sample(ranks * s.steps * s.pack_size, np.random.default_rng(0))
                 plan = make_plan(
-                    np.minimum(lengths, s.row_length).reshape(ranks, -1),
+                    np.minimum(lengths, s.layout.length).reshape(ranks, -1),
+                    layout,
                     pack_size=s.pack_size,
                     lookahead=s.lookahead,
-                    row_length=s.row_length,
-                    heights=s.heights,
-                    chunk_overhead_rows=overhead,
                 )
                 # One shape may have more rows than any chunk that was timed: the fit speaks for it.
-                of_shapes = np.array([self._chunk_seconds(rows) for rows, _ in plan.shapes])
+                of_shapes = np.array([self._chunk_seconds(shape) for shape in plan.shapes])
                 seconds = {
                     arm: float((chunk_counts(plan.arms[arm], plan.shapes) @ of_shapes).max(axis=0).mean())
                     + cost.update_seconds
@@ -223,7 +215,7 @@ class Benchmark:
                     arm: {"step_seconds": value, "speedup": seconds["arrival"] / value}
                     for arm, value in seconds.items()
                 }
-                figures[f"{corpus}, {ranks} ranks"] = {**rows, "spmd_rows": plan.spmd_rows}
+                figures[f"{corpus}, {ranks} ranks"] = {**rows, "spmd_shape": plan.spmd_shape}
                 speedups = ", ".join(f"{arm} {row['speedup']:.3f}" for arm, row in rows.items())
                 print(f"  {corpus}, {ranks} ranks: {1e3 * seconds['arrival']:.1f} ms in order of arrival; {speedups}")
 
@@ -235,11 +227,13 @@ class Benchmark:
         with _recorded(figures, "accumulate") as found:
             found["text_bytes"] = self._lower_gradient()
 
-    def _chunk_seconds(self, rows: int) -> float:
+    def _chunk_seconds(self, shape: Shape) -> float:
+        """Returns the measured seconds; of the one shape of SPMD, rows as dear as those of the largest chunk."""
         assert self.cost is not None
-        if rows in self.setup.heights:
-            return self.cost.of_chunk(rows, self.setup.row_length)
-        return self.cost.per_chunk + self.cost.per_token * rows * self.setup.row_length
+        if shape in self.setup.layout.shapes:
+            return self.cost.of_chunk(*shape)
+        largest = self.setup.layout.rows_per_chunk
+        return self.cost.of_chunk(largest, shape[1]) * shape[0] / largest
 
     def _choose_attention(self, figures: dict[str, Any]) -> Programs:
         """Compiles with the trainer's choice, or with the dense mask if that fails."""
@@ -257,7 +251,7 @@ class Benchmark:
         programs = compile_programs(
             self.setup.model,
             make_optimizer(total_steps=1000),
-            self.layout.shapes,
+            self.setup.layout.shapes,
             devices=[self.device],
             attention=self.attention_name,
         )
@@ -273,7 +267,7 @@ class Benchmark:
         s, rng = self.setup, np.random.default_rng(1)
         packs: list[list[Chunk]] = []
         for _ in range(s.packs):
-            lengths = np.clip(load_workload(s.corpora[0]).sample(s.pack_size, rng), 2, s.row_length)
+            lengths = np.clip(load_workload(s.corpora[0]).sample(s.pack_size, rng), 2, s.layout.length)
             records = [
                 {
                     "tokens": rng.integers(0, s.model.vocab_size, n).astype(np.int32),
@@ -281,13 +275,13 @@ class Benchmark:
                 }
                 for n in lengths
             ]
-            packs.append(list(self.layout(records)))
+            packs.append(list(s.layout(records)))
         return packs
 
     def _lower_gradient(self) -> int:
         """Lowers the gradient of a chunk's loss, as the accumulate program has it, for CUDA."""
         model, graph = self.setup.model, graphdef(self.setup.model)
-        shape = (max(self.setup.heights), self.setup.row_length)
+        shape = self.setup.layout.rows_per_chunk, self.setup.layout.length
         attention, dtype, logits = attention_for("gpu"), compute_dtype("gpu"), logits_at_once_on("gpu")
 
         def loss(params: Any, chunk: Any) -> jax.Array:

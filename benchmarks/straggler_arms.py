@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from bcl_grain.baselines import mffd_steps
 from bcl_grain.costs import token_cost
-from bcl_grain.layouts import Layout, RowPackedLayout, RowPackedOneShapeLayout
+from bcl_grain.layouts import Layout, RowPackedLayout, RowPackedOneShapeLayout, Shape
 from bcl_grain.planner import PlannerConfig
 from bcl_grain.rows import cover_rows
 from bcl_grain.simulate import plan_stream
@@ -22,18 +22,35 @@ ARMS = ("arrival", "windowed", "streaming", "mffd", "spmd")
 SPMD = "spmd"
 
 
+class Block(NamedTuple):
+    """Rows of one length, cut into chunks.
+
+    Attributes:
+        length: Tokens in a row.
+        heights: Rows of each chunk; rows beyond `rows` are padding.
+        rows: For each row the records in it, left to right.
+    """
+
+    length: int
+    heights: list[int]
+    rows: list[list[int]]
+
+
 class Work(NamedTuple):
-    """One rank's part of a step: records by row, and the rows of each chunk.
+    """One rank's part of a step.
 
     Attributes:
         sizes: Lengths of the records, in tokens.
-        rows: For each row the records in it, left to right.
-        heights: Rows of each chunk; rows beyond `rows` are padding.
+        blocks: Where they go.
     """
 
     sizes: list[int]
-    rows: list[list[int]]
-    heights: list[int]
+    blocks: list[Block]
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """(rows, length) of each chunk."""
+        return [(height, block.length) for block in self.blocks for height in block.heights]
 
 
 Schedule = list[list[Work]]
@@ -45,52 +62,37 @@ class Plan:
     """A job of two or more ranks.
 
     Attributes:
-        length: Tokens in a row.
-        heights: Rows that a chunk may have, for all arms but SPMD.
-        spmd_rows: Rows of the one shape that every rank runs in every step under SPMD.
+        layout: Packs to chunks, for all arms but SPMD.
+        spmd_shape: The one shape that every rank runs in every step under SPMD.
         arms: Each arm's schedule.
     """
 
-    length: int
-    heights: tuple[int, ...]
-    spmd_rows: int
+    layout: RowPackedLayout
+    spmd_shape: Shape
     arms: dict[str, Schedule]
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
+    def shapes(self) -> list[Shape]:
         """Every chunk shape of any arm."""
-        return [(rows, self.length) for rows in sorted({*self.heights, self.spmd_rows})]
+        return sorted({*self.layout.shapes, self.spmd_shape})
 
 
-def make_plan(
-    lengths: IntArray,
-    *,
-    pack_size: int,
-    lookahead: int,
-    row_length: int,
-    heights: tuple[int, ...],
-    chunk_overhead_rows: float,
-    seed: int = 0,
-) -> Plan:
+def make_plan(lengths: IntArray, layout: RowPackedLayout, *, pack_size: int, lookahead: int, seed: int = 0) -> Plan:
     """Plans every arm.
 
     All costs are tokens: a record takes its share of a row that is run whole, whatever it holds.
 
     Args:
-        lengths: [ranks, steps * pack_size] lengths in order of arrival, none above `row_length`.
+        lengths: [ranks, steps * pack_size] lengths in order of arrival, none above the layout's `length`, which is its
+            longest row.
+        layout: Packs to chunks.
         pack_size: Records of a rank in a step.
         lookahead: Pool in steps.
-        row_length: Tokens in a row.
-        heights: Rows that a chunk may have.
-        chunk_overhead_rows: See `RowPackedLayout`.
         seed: Of the order.
 
     Raises:
         ValueError: If the arms differ in records or steps.
     """
-    layout = RowPackedLayout(
-        length=row_length, rows_per_chunk=max(heights), heights=heights, chunk_overhead_rows=chunk_overhead_rows
-    )
     settings: dict[str, Any] = {
         "pack_size": pack_size,
         "num_packs": lengths.shape[1] // pack_size,
@@ -103,10 +105,9 @@ def make_plan(
         "streaming": _planned(lengths, layout, PlannerConfig(policy="streaming", order="aligned", **settings)),
         "mffd": _pooled(lengths, layout, pack_size),
     }
-    rows, arms[SPMD] = _one_shape(lengths, row_length, settings)
-    plan = Plan(length=row_length, heights=heights, spmd_rows=rows, arms=arms)
-    check_same_records(plan.arms, lengths)
-    return plan
+    rows, arms[SPMD] = _one_shape(lengths, layout.length, settings)
+    check_same_records(arms, lengths)
+    return Plan(layout=layout, spmd_shape=(rows, layout.length), arms=arms)
 
 
 def _planned(lengths: IntArray, layout: Layout, config: PlannerConfig) -> Schedule:
@@ -118,23 +119,40 @@ def _planned(lengths: IntArray, layout: Layout, config: PlannerConfig) -> Schedu
 
 
 def _laid_out(sizes: list[int], layout: Layout) -> Work:
-    (block,) = layout.place(sizes)
-    return Work(sizes, [list(row) for row in block.rows], list(block.heights))
+    blocks = layout.place(sizes)
+    return Work(sizes, [Block(b.length, list(b.heights), [list(row) for row in b.rows]) for b in blocks])
 
 
 def _pooled(lengths: IntArray, layout: RowPackedLayout, pack_size: int) -> Schedule:
-    """Pooled MFFD, a bin a row: it sees all ranks' records of a step, and gives each rank as many rows."""
+    """Pooled MFFD: it sees all ranks' records of a step, and gives each rank as many bins, each a row."""
     flat = lengths.ravel()
-    ladder = tuple(sorted({layout.rows_per_chunk, *layout.heights}))
     schedule: Schedule = []
     for steps in mffd_steps(lengths, capacity=layout.length, pack_size=pack_size):
         schedule.append([])
         for bins in steps:
             members = [i for row in bins for i in row]
             place = {i: k for k, i in enumerate(members)}
-            cover = cover_rows(len(bins), ladder, layout.chunk_overhead_rows)
-            schedule[-1].append(Work(flat[members].tolist(), [[place[i] for i in row] for row in bins], list(cover)))
+            rows = [[place[i] for i in row] for row in bins]
+            schedule[-1].append(_cut(flat[members].tolist(), rows, layout))
     return schedule
+
+
+def _cut(sizes: list[int], rows: list[list[int]], layout: RowPackedLayout) -> Work:
+    """Cuts rows to the shortest of the layout's lengths that holds them, and into its chunks, as the layout does."""
+    ladder = tuple(sorted({layout.rows_per_chunk, *layout.heights}))
+    by_length: dict[int, list[list[int]]] = {length: [] for length in sorted({layout.length, *layout.lengths})}
+    for row in rows:
+        fill = sum(sizes[i] for i in row)
+        by_length[min(length for length in by_length if length >= fill)].append(row)
+    blocks = []
+    for length, own in by_length.items():
+        if length == layout.length:
+            heights = list(cover_rows(len(own), ladder, layout.chunk_overhead_rows)) if own else []
+        else:
+            heights = [1] * len(own)
+        if own:
+            blocks.append(Block(length, heights, own))
+    return Work(sizes, blocks)
 
 
 def _one_shape(lengths: IntArray, row_length: int, settings: dict[str, Any]) -> tuple[int, Schedule]:
@@ -162,12 +180,14 @@ def check_same_records(arms: dict[str, Schedule], lengths: IntArray) -> None:
     for name, schedule in arms.items():
         if {len(works) for works in schedule} != {steps}:
             raise ValueError(f"arm {name!r} has {[len(works) for works in schedule]} steps by rank, not {steps}")
-        placed = [work.sizes[i] for works in schedule for work in works for row in work.rows for i in row]
+        works = [work for of_rank in schedule for work in of_rank]
+        placed = [work.sizes[i] for work in works for block in work.blocks for row in block.rows for i in row]
         if not np.array_equal(np.sort(np.array(placed, np.int64)), want):
             raise ValueError(f"arm {name!r} does not hold every record once")
 
 
-def chunk_counts(schedule: Schedule, shapes: Sequence[tuple[int, int]]) -> IntArray:
+def chunk_counts(schedule: Schedule, shapes: Sequence[Shape]) -> IntArray:
     """Returns how many chunks of each shape each rank runs in each step, [ranks, steps, shapes]."""
-    rows = [height for height, _ in shapes]
-    return np.array([[[work.heights.count(r) for r in rows] for work in works] for works in schedule], np.int64)
+    return np.array(
+        [[[work.shapes.count(shape) for shape in shapes] for work in works] for works in schedule], np.int64
+    )

@@ -21,6 +21,7 @@ from benchmarks.straggler_arms import SPMD, Work
 from train.calibration import full_chunk
 from train.compiling import CompileCounter
 from train.model import ModelConfig
+from train.processes import wait_for_all
 from train.programs import compile_programs
 from train.state import make_optimizer
 from train.step import Chunk, init_state, train_step
@@ -102,7 +103,7 @@ def wait(tree: Any) -> Any:
     return jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
 
 
-def make_chunks(work: Work, length: int, vocab_size: int, seed: int) -> list[Chunk]:
+def make_chunks(work: Work, vocab_size: int, seed: int) -> list[Chunk]:
     """Makes records of random tokens and lays them out as the work says."""
     rng = np.random.default_rng(seed)
     records = [
@@ -110,7 +111,8 @@ def make_chunks(work: Work, length: int, vocab_size: int, seed: int) -> list[Chu
         for n in work.sizes
     ]
     columns = pack_columns(records, "tokens")
-    return list(fill_chunks(Block(length, tuple(work.heights), work.rows), columns, "tokens", 0))
+    blocks = (Block(length, tuple(heights), rows) for length, heights, rows in work.blocks)
+    return [chunk for block in blocks for chunk in fill_chunks(block, columns, "tokens", 0)]
 
 
 CALLS = 2
@@ -181,6 +183,8 @@ def main() -> None:
         os.sched_setaffinity(0, {job["cores"][index]})
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]
     jax.distributed.initialize(job["coordinator"], num_processes=job["ranks"], process_id=index)
+    # Ranks compile one after the other, and their first connection would not wait for more than half a minute.
+    wait_for_all("start")
     begin = time.monotonic()
     rank = Rank(job)
     warm_up(rank)
@@ -193,8 +197,7 @@ def main() -> None:
             continue
         works = job["plans"][turn["corpus"]][turn["arm"]][index]
         steps = [
-            make_chunks(Work(*work), job["length"], rank.config.vocab_size, seed=1000 * index + s)
-            for s, work in enumerate(works)
+            make_chunks(Work(*work), rank.config.vocab_size, seed=1000 * index + s) for s, work in enumerate(works)
         ]
         run = run_blocked if turn["kind"] == "blocked" else run_free
         runs.append({**turn, **run(rank, turn["arm"], steps)})

@@ -16,18 +16,17 @@ from bcl_grain.mffd import pooled_mffd
 from bcl_grain.planner import PlannerConfig
 from bcl_grain.simulate import simulate
 from benchmarks import straggler
-from benchmarks.straggler_arms import ARMS, SPMD, Plan, Work, check_same_records, chunk_counts, make_plan
+from benchmarks.straggler_arms import ARMS, SPMD, Block, Plan, Work, check_same_records, chunk_counts, make_plan
 from benchmarks.straggler_rank import make_chunks
 
 LENGTHS = np.random.default_rng(0).integers(2, 65, (2, 8 * 12))
-TIMINGS = (((1, 64), 0.1), ((2, 64), 0.15), ((4, 64), 0.25))
+LAYOUT = RowPackedLayout(length=64, rows_per_chunk=2, heights=(1,), lengths=(24, 48), chunk_overhead_rows=0.2)
+TIMINGS = (((1, 24), 0.04), ((1, 48), 0.08), ((1, 64), 0.1), ((2, 64), 0.15))
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(
-        LENGTHS, pack_size=8, lookahead=4, row_length=64, heights=(1, 2, 4), chunk_overhead_rows=0.2, seed=3
-    )
+    return make_plan(LENGTHS, LAYOUT, pack_size=8, lookahead=4, seed=3)
 
 
 def test_arms_hold_the_same_records_in_as_many_steps(plan: Plan) -> None:
@@ -35,9 +34,11 @@ def test_arms_hold_the_same_records_in_as_many_steps(plan: Plan) -> None:
     for schedule in plan.arms.values():
         assert [len(works) for works in schedule] == [12, 12]
         for work in (work for works in schedule for work in works):
-            assert sum(work.heights) >= len(work.rows)
-            assert all(sum(work.sizes[i] for i in row) <= 64 for row in work.rows)
-    assert all(work.heights == [plan.spmd_rows] for works in plan.arms[SPMD] for work in works)
+            for block in work.blocks:
+                assert sum(block.heights) >= len(block.rows)
+                assert all(sum(work.sizes[i] for i in row) <= block.length for row in block.rows)
+    assert all(work.shapes == [plan.spmd_shape] for works in plan.arms[SPMD] for work in works)
+    assert any((1, 24) in work.shapes for works in plan.arms["mffd"] for work in works)
     with pytest.raises(ValueError, match="arm 'b' does not hold every record once"):
         check_same_records({"a": plan.arms["arrival"], "b": _without_a_record(plan.arms["arrival"])}, LENGTHS)
     short = [plan.arms["arrival"][0], plan.arms["arrival"][1][:-1]]
@@ -47,17 +48,18 @@ def test_arms_hold_the_same_records_in_as_many_steps(plan: Plan) -> None:
 
 def _without_a_record(schedule: list[list[Work]]) -> list[list[Work]]:
     work = schedule[0][0]
-    return [[work._replace(rows=[*work.rows[:-1], work.rows[-1][1:]]), *schedule[0][1:]], *schedule[1:]]
+    first, *others = work.blocks
+    block = first._replace(rows=[*first.rows[:-1], first.rows[-1][1:]])
+    return [[work._replace(blocks=[block, *others]), *schedule[0][1:]], *schedule[1:]]
 
 
 def test_predictions_are_the_simulators(plan: Plan) -> None:
     # Records cost their tokens, so that the plans are the same to the last tie.
-    timings = (*TIMINGS, ((plan.spmd_rows, 64), 0.5))
+    timings = (*TIMINGS, (plan.spmd_shape, 0.5))
     cost = TableCost(per_token=1.0, chunk_seconds=timings, update_seconds=0.03)
-    layout = RowPackedLayout(length=64, rows_per_chunk=4, heights=(1, 2), chunk_overhead_rows=0.2)
     for policy, order in (("arrival", "aligned"), ("windowed", "shuffled"), ("streaming", "aligned")):
         config = PlannerConfig(pack_size=8, lookahead=4, policy=policy, order=order, num_packs=12, seed=3)  # type: ignore[arg-type]
-        run = simulate(config, LENGTHS, cost, layout)
+        run = simulate(config, LENGTHS, cost, LAYOUT)
         assert run.executed is not None
         np.testing.assert_allclose(straggler.predict_steps(plan, policy, cost), run.executed.max(axis=0) + 0.03)
     np.testing.assert_allclose(straggler.predict_steps(plan, SPMD, cost), 0.53)
@@ -67,16 +69,17 @@ def test_pooled_bins_are_rows(plan: Plan) -> None:
     batch = np.concatenate([LENGTHS[0, :8], LENGTHS[1, :8]])
     for rank, bins in enumerate(pooled_mffd(batch, 64, 2)):
         work = plan.arms["mffd"][rank][0]
-        assert [[work.sizes[i] for i in row] for row in work.rows] == [batch[members].tolist() for members in bins]
+        placed = [[work.sizes[i] for i in row] for block in work.blocks for row in block.rows]
+        assert sorted(placed) == sorted(batch[members].tolist() for members in bins)
 
 
 def test_chunks_hold_the_records_as_the_work_says() -> None:
-    work = Work([5, 3, 4], [[1, 0], [2]], [2, 1])
-    first, second = make_chunks(work, 8, 11, seed=0)
-    np.testing.assert_array_equal(first["tokens_segment_ids"], [[1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 0, 0, 0, 0]])
-    assert first["loss_mask"].sum() == 12
-    assert second["tokens_segment_ids"].sum() == 0
-    assert chunk_counts([[work]], [(1, 8), (2, 8), (4, 8)]).tolist() == [[[1, 1, 0]]]
+    work = Work([5, 3, 4], [Block(8, [2], [[1, 0]]), Block(4, [1], [[2]])])
+    first, second = make_chunks(work, 11, seed=0)
+    np.testing.assert_array_equal(first["tokens_segment_ids"], [[1, 1, 1, 2, 2, 2, 2, 2], [0] * 8])
+    np.testing.assert_array_equal(second["tokens_segment_ids"], [[1, 1, 1, 1]])
+    assert first["loss_mask"].sum() == 8
+    assert chunk_counts([[work]], [(1, 8), (2, 8), (1, 4)]).tolist() == [[[0, 1, 1]]]
 
 
 def test_measured_times_are_medians_over_rounds() -> None:
@@ -103,7 +106,7 @@ def test_lengths_fill_a_row_at_most(real: bool, monkeypatch: pytest.MonkeyPatch)
     setup = straggler.Setup()
     for corpus in setup.corpora:
         lengths = straggler.draw_lengths(corpus, setup)
-        assert lengths.shape == (2, 16 * 40)
+        assert lengths.shape == (2, 8 * 32)
         assert lengths.min() >= 2
         assert lengths.max() == 512
 
@@ -130,6 +133,6 @@ def test_the_benchmark_runs(
 def test_a_rank_that_fails_is_told(tmp_path: Path) -> None:
     setup = dataclasses.replace(straggler.QUICK, model={"vocab_size": -1}, timeout_seconds=60.0)
     lengths = straggler.draw_lengths("medquad", setup)
-    plan = make_plan(lengths, pack_size=4, lookahead=3, row_length=32, heights=(1, 2), chunk_overhead_rows=0.0)
+    plan = make_plan(lengths, setup.layout, pack_size=4, lookahead=3)
     with pytest.raises(RuntimeError, match=r"(?s)ranks \[.*failed.*vocab_size must be at least 1"):
         straggler.run_ranks(setup, {"medquad": plan})
