@@ -3,7 +3,7 @@
 from bcl_grain.caps import CapReport, cap_oversize, fit_cap
 from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
 from bcl_grain.cost_table import CostTable, TableCost, read_cost_table, write_cost_table
-from bcl_grain.costs import CostFit, CostFn, TransformerCost, fit_cost, token_cost
+from bcl_grain.costs import CostFit, CostFn, TransformerCost, fit_cost, fit_record_cost, token_cost
 from bcl_grain.dataset import BatchCostLookaheadIterDataset
 from bcl_grain.lane_files import read_lane_states, write_lane_states
 from bcl_grain.lanes import (
@@ -44,6 +44,7 @@ __all__ = [
     "estimate_cost_prior",
     "fit_cap",
     "fit_cost",
+    "fit_record_cost",
     "fit_rows",
     "fit_shape",
     "join_lane_states",

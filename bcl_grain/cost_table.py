@@ -8,11 +8,19 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from bcl_grain.costs import TransformerCost, fit_cost
+from bcl_grain.costs import TransformerCost, fit_cost, fit_record_cost
 
 Shape = tuple[int, int]
+
+
+class Layout(Protocol):
+    """What `bcl_grain.layouts.Layout` offers here."""
+
+    def executed_cost(self, sizes: Sequence[int], cost_model: Any) -> float:
+        """Returns the cost of the chunks of a pack of these sizes."""
+
 
 KIND = "bcl-grain cost table"
 _FORMAT = 1
@@ -20,7 +28,7 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class TableCost(TransformerCost):
-    """A cost model in seconds whose chunks cost what was measured. What a record costs is fitted to them.
+    """A cost model in seconds whose chunks cost what was measured. What a record costs is fitted: see `with_records`.
 
     Attributes:
         chunk_seconds: ((rows, length), seconds) of every chunk shape that was timed.
@@ -53,7 +61,9 @@ class TableCost(TransformerCost):
     def from_timings(
         cls, timings: Sequence[tuple[Shape, float]], *, update_seconds: float = 0.0, feature: str = "tokens"
     ) -> TableCost:
-        """Returns the table with a record cost fitted by `fit_cost`; by tokens alone if only one shape was timed.
+        """Returns the table with a record cost by `fit_cost`, as if every record had a row of its own length.
+
+        By tokens alone if only one shape, or only one row length, was timed.
 
         Args:
             timings: ((rows, length), seconds), each shape once.
@@ -86,7 +96,26 @@ class TableCost(TransformerCost):
                 f"the cost table has no chunk of shape {(rows, length)}, only {', '.join(map(str, self._table))}: "
                 "calibrate with a layout that has it, or take a layout of these shapes"
             )
-        return super().of_chunk(rows, length)
+        return self._fit.of_chunk(rows, length)
+
+    def with_records(self, layout: Layout, packs: Sequence[Sequence[int]]) -> TableCost:
+        """Returns the table with the record cost that comes nearest to what packs take in a layout.
+
+        Args:
+            layout: Packs to chunks, all of them timed.
+            packs: Lengths of some packs' records, in tokens, at least two.
+
+        Raises:
+            ValueError: If a pack does not fit the layout, or a shape was not timed.
+
+        Complexity: that of laying out the packs.
+        """
+        record = fit_record_cost(packs, [layout.executed_cost(pack, self) for pack in packs])
+        return dataclasses.replace(self, per_token=record.per_token, per_token_squared=record.per_token_squared)
+
+    @functools.cached_property
+    def _fit(self) -> TransformerCost:
+        return fit_cost(self.chunk_seconds).cost
 
     @functools.cached_property
     def _table(self) -> dict[Shape, float]:

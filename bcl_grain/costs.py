@@ -215,15 +215,53 @@ def fit_cost(timings: Sequence[tuple[tuple[int, int], float]], feature: str = "t
         if rows < 1 or length < 1 or not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"timing must be positive and finite, got {((rows, length), seconds)!r}")
     columns = np.array([(rows * length, rows * length**2, 1) for (rows, length), _ in timings], np.float64)
-    seconds_measured = np.array([seconds for _, seconds in timings], np.float64)
-    relative = columns / seconds_measured[:, None]
-    scale = relative.max(axis=0)  # columns differ by orders of magnitude
     one_length = len({length for (_, length), _ in timings}) == 1
+    measured = np.array([seconds for _, seconds in timings], np.float64)
+    coefficients, residuals = _fit_relative(columns, measured, linear=one_length)
+    return CostFit(TransformerCost(*coefficients, feature), residuals)
+
+
+def fit_record_cost(
+    packs: Sequence[npt.ArrayLike], pack_costs: Sequence[float], feature: str = "tokens"
+) -> TransformerCost:
+    """Fits what a record costs to what whole packs cost, padding and all, as `fit_cost` does it for chunks.
+
+    Layouts round: what a pack costs is no sum over its records, but this is the sum that comes nearest. What all packs
+    have in common, whatever they hold, is no record's.
+
+    Args:
+        packs: Lengths of each pack's records, in tokens.
+        pack_costs: What each pack costs, positive and finite.
+        feature: See `TransformerCost`.
+
+    Raises:
+        ValueError: If there are fewer than two packs, or not a cost for each.
+
+    >>> packs = [[2, 9], [5, 5], [1, 3], [8, 8]]
+    >>> cost = fit_record_cost(packs, [7.0 + sum(2.0 * n + 0.5 * n * n for n in pack) for pack in packs])
+    >>> print(f"{cost.per_token:.3f} {cost.per_token_squared:.3f} {cost.per_chunk}")
+    2.000 0.500 0.0
+    """
+    if len(packs) < 2 or len(packs) != len(pack_costs):
+        raise ValueError(
+            f"fitting needs at least two packs and a cost for each, got {len(packs)} and {len(pack_costs)}"
+        )
+    sums = [(float(n.sum()), float((n**2).sum()), 1.0) for n in (np.asarray(pack, np.float64) for pack in packs)]
+    (per_token, per_token_squared, _), _ = _fit_relative(np.array(sums), np.asarray(pack_costs, np.float64))
+    return TransformerCost(per_token, per_token_squared, feature=feature)
+
+
+def _fit_relative(
+    columns: FloatArray, measured: FloatArray, *, linear: bool = False
+) -> tuple[tuple[float, float, float], tuple[float, ...]]:
+    """Returns the non-negative coefficients of [n, 3] columns (tokens, squares, 1) and predicted / measured - 1."""
+    relative = columns / measured[:, None]
+    scale = relative.max(axis=0)  # columns differ by orders of magnitude
     best: tuple[float, FloatArray] | None = None
     for active in itertools.chain.from_iterable(itertools.combinations(range(3), k) for k in (1, 2, 3)):
         if active == (2,):
             continue  # a fixed cost alone gives records no cost
-        if one_length and 1 in active:
+        if linear and 1 in active:
             continue
         x = np.zeros(3)
         x[list(active)] = np.linalg.lstsq(relative[:, active] / scale[list(active)], np.ones(len(columns)))[0]
@@ -233,12 +271,9 @@ def fit_cost(timings: Sequence[tuple[tuple[int, int], float]], feature: str = "t
         if (x >= 0).all() and x[:2].any() and (best is None or error < best[0] - 1e-22):
             best = error, x / scale
     assert best is not None  # a single positive column always gives a positive coefficient
-    coefficients = best[1]
-    per_token, per_token_squared, per_chunk = (float(x) for x in coefficients)
-    return CostFit(
-        cost=TransformerCost(per_token, per_token_squared, per_chunk, feature),
-        relative_residuals=tuple(float(r) for r in columns @ coefficients / seconds_measured - 1),
-    )
+    per_token, per_token_squared, fixed = (float(x) for x in best[1])
+    residuals = tuple(float(r) for r in columns @ best[1] / measured - 1)
+    return (per_token, per_token_squared, fixed), residuals
 
 
 def checked_cost(cost_fn: CostFn, record: object, position: int) -> float:

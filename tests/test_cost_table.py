@@ -56,6 +56,27 @@ def test_several_lengths_give_squares_and_shapes_between() -> None:
     assert cost.of_length(100) == pytest.approx(truth.of_length(100))
 
 
+def test_records_cost_what_they_add_to_packs() -> None:
+    """Rows are run whole: a record of a packed row costs its share, though the row's attention is quadratic."""
+    truth = bcl.TransformerCost(1e-3, 1e-5, 0.001)
+    layout = RowPackedLayout(length=512, rows_per_chunk=1, lengths=(128, 256, 384))
+    table = TableCost.from_timings([(shape, truth.of_chunk(*shape)) for shape in layout.shapes])
+    assert table.per_token_squared == pytest.approx(1e-5)
+    rng = np.random.default_rng(0)
+    packs = rng.integers(8, 129, (200, 32)).tolist()
+    fitted = table.with_records(layout, packs)
+    assert fitted.chunk_seconds == table.chunk_seconds
+    others = rng.integers(8, 129, (200, 32)).tolist()
+    executed = np.array([layout.executed_cost(pack, table) for pack in others])
+
+    def spread(cost: bcl.TransformerCost) -> float:
+        ratio = executed / np.array([cost.of_length(pack).sum() for pack in others])
+        return float(ratio.std() / ratio.mean())
+
+    assert spread(fitted) < spread(table)
+    assert np.mean([fitted.of_length(pack).sum() for pack in others]) == pytest.approx(executed.mean(), rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("timings", "match"),
     [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bcl_grain.costs import TransformerCost, checked_cost, fit_cost, token_cost
+from bcl_grain.costs import TransformerCost, checked_cost, fit_cost, fit_record_cost, token_cost
 
 
 def multiply_flops(rows: int, inner: int, columns: int) -> int:
@@ -260,3 +260,9 @@ def test_a_fit_of_one_row_length_is_linear() -> None:
     assert fit.cost.per_token == pytest.approx(0.25 / 64)
     assert fit.cost.per_token_squared == 0
     assert fit.cost.per_chunk == pytest.approx(0.5)
+
+
+def test_fitting_records_needs_a_cost_for_each_pack() -> None:
+    for packs, costs in (([[1, 2]], [1.0]), ([[1], [2]], [1.0])):
+        with pytest.raises(ValueError, match=f"got {len(packs)} and 1"):
+            fit_record_cost(packs, costs)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from bcl_grain.cost_table import CostTable, write_cost_table
 from train.calibration import Calibration, calibrate
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = calibrate(
             programs, packs, vocab_size=prepared.model.vocab_size, repeats=args.repeats, seed=config.seed
         )
+        result = dataclasses.replace(
+            result, cost=result.cost.with_records(prepared.lay_out.layout, draw_packs(prepared))
+        )
         args.output.parent.mkdir(parents=True, exist_ok=True)
         write_cost_table(CostTable(result.cost, about(prepared, result)), args.output)
     except (ValueError, OSError) as error:
@@ -74,6 +78,14 @@ def take_packs(prepared: Prepared, steps: int) -> list[list[Chunk]]:
     return [[chunk for pack in packs for chunk in pack.chunks] for packs in itertools.islice(iterator, steps)]
 
 
+def draw_packs(prepared: Prepared, *, packs: int = 512) -> list[list[int]]:
+    """Returns the record lengths of random packs of the run's records."""
+    lengths = np.array([len(record["tokens"]) for record in prepared.train])
+    rng = np.random.default_rng(prepared.config.seed)
+    drawn: list[list[int]] = rng.choice(lengths, (packs, prepared.config.balance.pack_size)).tolist()
+    return drawn
+
+
 def describe(result: Calibration) -> list[str]:
     """Returns the result as lines for the user."""
     lines = [f"{'chunk':>12}  {'seconds':>9}  {'spread':>6}  us/token"]
@@ -83,8 +95,8 @@ def describe(result: Calibration) -> list[str]:
     figures, cost = result.prediction.figures(), result.cost
     lines.append(f"{'update':>12}  {result.update.seconds:9.5f}  {result.update.spread:6.1%}")
     lines.append(
-        f"a record of n tokens: {cost.per_token:.4g} n + {cost.per_token_squared:.4g} n^2 seconds; a chunk costs "
-        f"{cost.per_chunk:.4g} more"
+        f"a record of n tokens: {cost.per_token:.4g} n + {cost.per_token_squared:.4g} n^2 seconds, fitted to what "
+        "packs take in the layout"
     )
     lines.append(
         f"rows of many records take {result.segments_ratio:.3f} times as long as rows of one: "
@@ -94,10 +106,12 @@ def describe(result: Calibration) -> list[str]:
         f"sum of chunks + update against {figures['steps']} whole steps: R^2 {figures['r_squared']:.4f}, median error "
         f"{figures['median_absolute_error']:.1%}, measured / predicted {figures['measured_over_predicted']:.3f}"
     )
-    lengths = {length for _, length in result.chunks}
-    if len(result.chunks) > 1 and len(lengths) == 1:
-        overhead = cost.per_chunk / (cost.per_token * lengths.pop())
-        lines.append(f"for a row-packed layout: chunk_overhead_rows={overhead:.3f}")
+    rows = [seconds for (rows, _), seconds in cost.chunk_seconds if rows == 1 and seconds > cost.per_chunk]
+    if rows and len(cost.chunk_seconds) > 1:
+        lines.append(
+            f"a chunk costs {cost.per_chunk:.4g} seconds more than its rows; for a row-packed layout: "
+            f"chunk_overhead_rows={cost.per_chunk / (max(rows) - cost.per_chunk):.3f}"
+        )
     return lines
 
 
