@@ -106,11 +106,11 @@ def describe(result: Calibration) -> list[str]:
         f"sum of chunks + update against {figures['steps']} whole steps: R^2 {figures['r_squared']:.4f}, median error "
         f"{figures['median_absolute_error']:.1%}, measured / predicted {figures['measured_over_predicted']:.3f}"
     )
-    rows = [seconds for (rows, _), seconds in cost.chunk_seconds if rows == 1 and seconds > cost.per_chunk]
-    if rows and len(cost.chunk_seconds) > 1:
+    of_rows = [seconds for (height, _), seconds in cost.chunk_seconds if height == 1 and seconds > cost.per_chunk]
+    if of_rows and len(cost.chunk_seconds) > 1:
         lines.append(
             f"a chunk costs {cost.per_chunk:.4g} seconds more than its rows; for a row-packed layout: "
-            f"chunk_overhead_rows={cost.per_chunk / (max(rows) - cost.per_chunk):.3f}"
+            f"chunk_overhead_rows={cost.per_chunk / (max(of_rows) - cost.per_chunk):.3f}"
         )
     return lines
 
