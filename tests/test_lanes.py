@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bcl_grain as bcl
+from benchmarks import lanes as lanes_benchmark
 from tests.pipelines import DIRECT, PAD, Numbers, chain, ids, through_json
 from tests.policies import EACH_POLICY, PolicyCase
 
@@ -387,3 +388,11 @@ def test_a_plan_of_bad_numbers_is_an_error(change: dict[str, Any], message: str)
     good: dict[str, Any] = {"num_records": 100, "num_lanes": 4, "pack_size": 2}
     with pytest.raises(ValueError, match=message):
         bcl.plan_lanes(**{**good, **change})
+
+
+def test_many_lanes_cost_what_their_small_pools_lose() -> None:
+    """The benchmark behind docs/elastic.md, small: the same records each time, and never better with more lanes."""
+    (by_policy,) = lanes_benchmark.run(8, 20, ["medquad"], shapes=((16, 8),)).values()
+    for wastes in by_policy.values():
+        assert list(wastes) == ["1", "2", "4", "8"]
+        assert wastes["1"] < wastes["2"] < wastes["8"]
