@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import train.step
 from bcl_grain.layouts import BucketedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
 from train.checkpoints import CheckpointError, Checkpoints, check_run_dir, claim_run_dir, find_differences, load_params
+from train.clock import StepClock
 from train.config import BalanceConfig, RuntimeConfig
 from train.data import train_dataset
 from train.loop import DivergedError, LateCompilationError, Outcome, run_training, warm_up
@@ -420,3 +422,19 @@ def test_a_timeline_is_drawn_of_the_steps_that_were_timed(undisturbed: tuple[Pat
     assert draw_timeline(tmp_path / "t.png", events)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert not draw_timeline(tmp_path / "none.png", [event for event in events if event["kind"] != "time"])
+
+
+def test_a_clock_that_is_read_late_makes_no_time_negative() -> None:
+    """The thread of one step may look at the clock after that of the next."""
+    with StepClock(1) as clock:
+        clock.restart()
+        begin = time.monotonic()
+        late = clock.watch(begin, jnp.zeros(1))
+        late.times()
+        clock._end_before += 1000.0
+        times = clock.watch(begin, jnp.zeros(1)).times()
+    assert (times.idle, times.local, times.step) == ([0.0], [0.0], 0.0)
+    figures, by_rank = time_figures(decode(encode(Note(timed_step=1))))
+    event = {"kind": "time", "step": 1, **figures, **by_rank}
+    assert figures["wait_share"] == 0
+    assert not draw_timeline(Path("nowhere.png"), [event])

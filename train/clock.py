@@ -83,7 +83,8 @@ class Watch:
 
     def times(self) -> StepTimes:
         """Waits for the step's end, and returns its times."""
-        end, before = self.end.result(), self.clock._end_before
+        before = self.clock._end_before
+        end = max(self.end.result(), before)  # a thread may look at the clock late, after the next step's thread
         start = max(before, self.begin)
         self.clock._end_before = end
         ready = [min(future.result(), end) for future in self.local]

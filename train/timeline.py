@@ -47,7 +47,7 @@ def draw_timeline(path: Path, events: Sequence[Event]) -> bool:
     Returns:
         Whether there was anything to draw.
     """
-    timed = [event for event in events if event["kind"] == "time"]
+    timed = [event for event in events if event["kind"] == "time" and event["step_seconds"] > 0]
     if not timed:
         return False
     figure = Figure(figsize=(15, 7), layout="constrained")
