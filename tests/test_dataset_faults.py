@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grain
@@ -244,6 +245,16 @@ def test_the_one_record_whose_cost_changes_is_named(policy: PolicyCase) -> None:
             ValueError, match=r"record 17 of the stream cost \S+ and then \S+ Make it depend on the rec"
         ):
             list(iterator)
+
+
+def test_a_slow_cost_function_changes_nothing_and_shows_in_the_telemetry() -> None:
+    def slow(record: Any) -> float:
+        time.sleep(0.001)
+        return cost_of(record)
+
+    telemetry = bcl.Telemetry()
+    assert ids(pipeline(NUM_RECORDS, cost_fn=slow, telemetry=telemetry)) == ids(pipeline(NUM_RECORDS))
+    assert telemetry.reading_seconds >= NUM_RECORDS * 0.001
 
 
 def test_a_refused_state_leaves_the_iterator_where_it_was() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -163,6 +167,44 @@ def test_worker_processes() -> None:
     assert len(packs) == sum(map(len, streams))
     for parity, stream in enumerate(streams):
         assert [pack for pack in packs if pack[0] % 2 == parity] == stream
+
+
+def test_a_killed_worker_is_told_and_a_new_iterator_goes_on(tmp_path: Path) -> None:
+    """Neither silence nor a gap. In a process of its own: a worker that dies while it writes can block its reader."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import json, multiprocessing, os, sys, time\n"
+        "import grain\n"
+        "from absl import flags\n"
+        "from tests.pipelines import ids, pipeline, through_json\n"
+        "if __name__ == '__main__':\n"
+        "    flags.FLAGS.mark_as_parsed()\n"
+        "    options = grain.MultiprocessingOptions(num_workers=2, per_worker_buffer_size=1)\n"
+        "    dataset = pipeline(200, policy='windowed').mp_prefetch(options)\n"
+        "    iterator = iter(dataset)\n"
+        "    packs = ids([next(iterator) for _ in range(6)])\n"
+        "    state = through_json(iterator.get_state())\n"
+        "    time.sleep(0.5)  # now they wait with full buffers\n"
+        "    multiprocessing.active_children()[0].kill()\n"
+        "    try:\n"
+        "        error = f'no error, {len(list(iterator))} packs'\n"
+        "    except RuntimeError as failure:\n"
+        "        error = str(failure)\n"
+        "    other = iter(dataset)\n"
+        "    other.set_state(state)\n"
+        "    print(json.dumps([error, packs + ids(other)]), flush=True)\n"
+        "    for worker in multiprocessing.active_children():\n"
+        "        worker.kill()\n"
+        "    os._exit(0)\n"
+    )
+    with (tmp_path / "output").open("w+") as output:  # not a pipe, which orphaned workers would keep open
+        command = [sys.executable, str(script)]
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, env=environment, timeout=120, check=True)
+        output.seek(0)
+        error, packs = json.load(output)
+    assert "Worker process was terminated unexpectedly with exit code -9" in error
+    assert sorted(record for pack in packs for record in pack) == list(range(200))
 
 
 @pytest.mark.usefixtures("parsed_flags")
