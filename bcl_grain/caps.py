@@ -15,6 +15,8 @@ import grain
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.checks import check_choice, check_function, checked_integer, checked_number
+
 SizeFn = Callable[[Any], float]
 SplitFn = Callable[[Any], Sequence[Any]]
 TruncateFn = Callable[[Any, int], Any]
@@ -147,15 +149,21 @@ def cap_oversize(
     ...
     ValueError: record 1 has size 9, above max_size 5: raise max_size, or pass on_oversize="truncate", ...
     """
-    if max_size < 1:
-        raise ValueError(f"max_size must be at least 1, got {max_size!r}")
-    if on_oversize not in ("error", "truncate", "drop", "split"):
-        raise ValueError(f'on_oversize must be "error", "truncate", "drop" or "split", got {on_oversize!r}')
+    max_size = checked_integer("max_size", max_size, 1)
+    check_function("size_fn", size_fn)
+    check_function("truncate_fn", truncate_fn)
+    check_choice("on_oversize", on_oversize, ("error", "truncate", "drop", "split"))
+    if split_fn is not None:
+        check_function("split_fn", split_fn)
     if (split_fn is not None) != (on_oversize == "split"):
         raise ValueError(f"split_fn and on_oversize='split' need each other, got on_oversize={on_oversize!r}")
+    if not (report is None or isinstance(report, CapReport)):
+        raise ValueError(f"report must be a CapReport, to be filled, or None, got {report!r}")
     needs_max_pieces = on_oversize == "split" and isinstance(ds, grain.MapDataset)
     if (max_pieces is not None) != needs_max_pieces:
         raise ValueError(f"max_pieces is needed to split a MapDataset, and only there, got {max_pieces!r}")
+    if max_pieces is not None:
+        checked_integer("max_pieces", max_pieces, 1)
     if on_oversize == "error":
         return ds.map_with_index(_Check(max_size, size_fn))
     if report is None:
@@ -187,9 +195,9 @@ def fit_cap(sample_sizes: npt.ArrayLike, percentile: float = 99.0) -> int:
     198
     """
     sizes = np.asarray(sample_sizes)
-    if sizes.ndim != 1 or not sizes.size or not sizes.min() >= 1:
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iuf" or not sizes.size or not sizes.min() >= 1:
         raise ValueError(f"sample_sizes must be a non-empty list of sizes of at least 1, got {sample_sizes!r}")
-    if not 0 < percentile <= 100:
+    if not 0 < checked_number("percentile", percentile) <= 100:
         raise ValueError(f"percentile must be above 0 and at most 100, got {percentile!r}")
     return int(np.ceil(np.percentile(sizes, percentile, method="inverted_cdf")))
 

@@ -25,6 +25,8 @@ from bcl_grain.models import KNOWN_MODELS
 from bcl_grain.planner import Order, Policy
 from bcl_grain.simulate import Kernel
 
+_LARGEST = 2**31 - 1  # of an integer option: beyond it, sums over records are no longer exact
+
 _DATA = (
     "a workload's name (bcl_grain.workloads), or a file: .npz (len, or prompt_len and response_len), .npy, "
     ".csv or .parquet (a column of lengths), .jsonl (texts or messages)"
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, ModuleNotFoundError, OSError) as error:
         print(f"bcl-grain: error: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"bcl-grain: error: not enough memory ({error}): lower --ranks, --steps or --pack-size", file=sys.stderr)
         return 2
     return 0
 
@@ -206,8 +211,8 @@ def _integer(text: str, least: int) -> int:
         value = int(text)
     except ValueError:
         value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
+    if not least <= value <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer from {least} to {_LARGEST:,}")
     return value
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.checks import check_function, checked_integer, checked_number
 from bcl_grain.costs import CostFn, checked_cost
 
 FloatArray = npt.NDArray[np.float64]
@@ -41,12 +42,14 @@ class CostPrior:
     ceiling: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.mean) and self.mean > 0):
-            raise ValueError(f"the mean of a cost prior must be positive and finite, got {self.mean!r}")
-        if self.records < 1:
-            raise ValueError(f"a cost prior counts for at least 1 record, got {self.records!r}")
-        if self.ceiling is not None and not (math.isfinite(self.ceiling) and self.ceiling >= self.mean):
-            raise ValueError(f"the ceiling of a cost prior must be finite and at least its mean, got {self.ceiling!r}")
+        checked = {
+            "mean": checked_number("the mean of a cost prior", self.mean, above=0),
+            "records": checked_integer("records of a cost prior", self.records, 1),
+        }
+        if self.ceiling is not None:
+            checked["ceiling"] = checked_number("the ceiling of a cost prior", self.ceiling, least=checked["mean"])
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
 
 def balanceable_ceiling(costs: npt.ArrayLike, pack_size: int) -> float:
@@ -103,9 +106,12 @@ def estimate_cost_prior(
     >>> estimate_cost_prior([[1, 2], [3], [4, 5, 6], [7, 8]], len, pack_size=4)
     CostPrior(mean=2.0, records=1000000000, ceiling=5.0)
     """
+    check_function("cost_fn", cost_fn)
+    pack_size, seed = checked_integer("pack_size", pack_size, 1), checked_integer("seed", seed, 0)
+    num_records = checked_integer("num_records", num_records, 1)
     total = len(records)
-    if total < 1 or num_records < 1:
-        raise ValueError(f"a prior needs records to look at: got {total} records and num_records={num_records!r}")
+    if total < 1:
+        raise ValueError(f"a prior needs records to look at: got {total} records")
     # Raw bits are stable between NumPy's versions, its sampling methods are not. With the bare seed as key, data made
     # by a generator of the same seed would be sampled in order of size.
     order = np.argsort(np.random.PCG64([seed, total, SAMPLE_KEY]).random_raw(total), kind="stable")[:num_records]

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.checks import checked_integer, checked_number
+
 CostFn = Callable[[Any], float]
 """Maps a record to its cost. Must be deterministic: a restored pipeline evaluates it again."""
 
@@ -51,9 +53,9 @@ class TransformerCost:
 
     def __post_init__(self) -> None:
         for name in ("per_token", "per_token_squared", "per_chunk"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be finite and at least 0, got {value!r}")
+            object.__setattr__(self, name, checked_number(name, getattr(self, name), least=0))
+        if not isinstance(self.feature, str):
+            raise ValueError(f"feature must be the name of a feature, got {self.feature!r}")
         if self.per_token == 0 and self.per_token_squared == 0:
             raise ValueError("per_token and per_token_squared are both 0: every record would cost nothing")
 
@@ -105,6 +107,9 @@ class TransformerCost:
         >>> print(f"{cost.per_token:.4g} {cost.per_token_squared:.4g}")
         8.069e+08 1.037e+05
         """
+        for name, flag in {"gated": gated, "causal": causal, "remat": remat}.items():
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name} must be True or False, got {flag!r}")
         kv_heads = heads if kv_heads is None else kv_heads
         dims = {
             "layers": layers,
@@ -115,14 +120,12 @@ class TransformerCost:
             "vocab_size": vocab_size,
         }
         for name, value in dims.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value!r}")
+            checked_integer(name, value, 1)
         if head_dim is None:
             if width % heads:
                 raise ValueError(f"width {width} is not a multiple of heads {heads}: pass head_dim")
             head_dim = width // heads
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {head_dim!r}")
+        checked_integer("head_dim", head_dim, 1)
         attention_weights = width * head_dim * (2 * heads + 2 * kv_heads)
         layer_weights = attention_weights + (3 if gated else 2) * width * hidden
         layer_passes = 4 if remat else 3  # forward, twice as much backward, and forward again with remat
@@ -209,16 +212,31 @@ def fit_cost(timings: Sequence[tuple[tuple[int, int], float]], feature: str = "t
     >>> print(f"{fit.cost.per_token:.1e} {fit.cost.per_token_squared:.1e} {fit.cost.per_chunk:.1e}")
     1.0e-05 1.0e-08 1.0e-03
     """
+    try:
+        if isinstance(timings, str | bytes):
+            raise TypeError
+        timings = [_checked_timing(timing) for timing in timings]
+    except TypeError:
+        raise ValueError(f"timings must be a list of ((rows, length), seconds), got {timings!r}") from None
     if len({shape for shape, _ in timings}) < 2:
         raise ValueError(f"fitting needs timings of at least two different shapes, got {list(timings)!r}")
-    for (rows, length), seconds in timings:
-        if rows < 1 or length < 1 or not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"timing must be positive and finite, got {((rows, length), seconds)!r}")
     columns = np.array([(rows * length, rows * length**2, 1) for (rows, length), _ in timings], np.float64)
     one_length = len({length for (_, length), _ in timings}) == 1
     measured = np.array([seconds for _, seconds in timings], np.float64)
     coefficients, residuals = _fit_relative(columns, measured, linear=one_length)
     return CostFit(TransformerCost(*coefficients, feature), residuals)
+
+
+def _checked_timing(timing: Any) -> tuple[tuple[int, int], float]:
+    try:
+        (rows, length), seconds = timing
+        return (checked_integer("rows", rows, 1), checked_integer("length", length, 1)), checked_number(
+            "seconds", seconds, above=0
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"a timing must be positive and finite, ((rows, length), seconds), got {timing!r}: {error}"
+        ) from None
 
 
 def fit_record_cost(

@@ -22,6 +22,7 @@ import numpy as np
 from absl import logging
 
 from bcl_grain.capacity import FILLER_SIZE, Capacity, SizeFn, checked_size
+from bcl_grain.checks import check_choice, check_function
 from bcl_grain.cost_prior import CostPrior
 from bcl_grain.costs import CostFn, checked_cost
 from bcl_grain.planner import (
@@ -139,18 +140,18 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
             capacity=capacity,
             on_overflow=on_overflow,
         )
-        if not callable(cost_fn):
-            raise ValueError(f"cost_fn must be callable, got {cost_fn!r}")
+        check_function("cost_fn", cost_fn)
         if tail == "pad" and pad_record is None:
             raise ValueError("tail='pad' needs a pad_record: a record whose loss weight is 0")
         if (size_fn is None) != (capacity is None):
             raise ValueError(f"size_fn and capacity go together, got size_fn={size_fn!r}, capacity={capacity!r}")
+        if size_fn is not None:
+            check_function("size_fn", size_fn)
+        if not (telemetry is None or isinstance(telemetry, Telemetry)):
+            raise ValueError(f"telemetry must be a Telemetry, to be filled, or None, got {telemetry!r}")
         if size_fn is not None and tail == "pad" and size_fn(pad_record) > FILLER_SIZE:
             raise ValueError(f"with a capacity, pad_record must have one token, got {size_fn(pad_record)}: cut it")
-        if on_changed_settings not in get_args(OnChangedSettings):
-            raise ValueError(
-                f"on_changed_settings must be one of {get_args(OnChangedSettings)}, got {on_changed_settings!r}"
-            )
+        check_choice("on_changed_settings", on_changed_settings, get_args(OnChangedSettings))
         self._on_changed_settings = on_changed_settings
         self._cost_fn = cost_fn
         self._size_fn = size_fn

@@ -23,6 +23,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import grain
 
+from bcl_grain.checks import check_choice, checked_integer
 from bcl_grain.planner_config import Tail
 
 T = TypeVar("T")
@@ -43,8 +44,8 @@ def lanes_of_host(num_lanes: int, *, host: int, num_hosts: int) -> tuple[int, ..
     >>> lanes_of_host(8, host=1, num_hosts=4)
     (1, 5)
     """
-    num_lanes, num_hosts = _at_least("num_lanes", num_lanes, 1), _at_least("num_hosts", num_hosts, 1)
-    host = _at_least("host", host, 0)
+    num_lanes, num_hosts = checked_integer("num_lanes", num_lanes, 1), checked_integer("num_hosts", num_hosts, 1)
+    host = checked_integer("host", host, 0)
     if host >= num_hosts:
         raise ValueError(f"host must be below num_hosts {num_hosts}, got {host}: hosts count from 0")
     if num_lanes % num_hosts:
@@ -92,11 +93,10 @@ def plan_lanes(
     >>> plan_lanes(100, num_lanes=4, pack_size=8, tail="pad")
     LanePlan(steps=4, num_packs=4, num_unused=0, num_missing=28)
     """
-    num_records = _at_least("num_records", num_records, 1)
-    num_lanes, pack_size = _at_least("num_lanes", num_lanes, 1), _at_least("pack_size", pack_size, 1)
-    packs_per_step = _at_least("packs_per_step", packs_per_step, 1)
-    if tail not in get_args(Tail):
-        raise ValueError(f"tail must be one of {get_args(Tail)}, got {tail!r}")
+    num_records = checked_integer("num_records", num_records, 1)
+    num_lanes, pack_size = checked_integer("num_lanes", num_lanes, 1), checked_integer("pack_size", pack_size, 1)
+    packs_per_step = checked_integer("packs_per_step", packs_per_step, 1)
+    check_choice("tail", tail, get_args(Tail))
     global_batch = num_lanes * packs_per_step * pack_size
     steps, rest = divmod(num_records, global_batch)
     if tail != "drop" and rest:
@@ -144,12 +144,12 @@ class LanesIterDataset(grain.IterDataset, Generic[T]):
     """
 
     def __init__(self, lanes: Mapping[int, grain.IterDataset[T]], *, num_lanes: int, packs_per_step: int = 1) -> None:
-        self._num_lanes = _at_least("num_lanes", num_lanes, 1)
-        self._packs_per_step = _at_least("packs_per_step", packs_per_step, 1)
+        self._num_lanes = checked_integer("num_lanes", num_lanes, 1)
+        self._packs_per_step = checked_integer("packs_per_step", packs_per_step, 1)
         if not lanes:
             raise ValueError("lanes is empty: a host serves at least one, see lanes_of_host")
         for lane in lanes:
-            if _at_least("a lane", lane, 0) >= num_lanes:
+            if checked_integer("a lane", lane, 0) >= num_lanes:
                 raise ValueError(f"lane {lane} is not below num_lanes {num_lanes}: lanes count from 0")
         self._lanes = tuple(sorted(operator.index(lane) for lane in lanes))
         super().__init__([lanes[lane] for lane in self._lanes])
@@ -363,12 +363,3 @@ def lane_states(state: Mapping[str, Any]) -> dict[int, LaneState]:
 def join_lane_states(states: Mapping[int, LaneState]) -> dict[str, Any]:
     """Returns the state of an iterator that serves these lanes; more of them do no harm."""
     return {"lanes": {str(lane): states[lane] for lane in sorted(states)}}
-
-
-def _at_least(name: str, value: object, least: int) -> int:
-    try:
-        if isinstance(value, bool) or operator.index(value) < least:  # type: ignore[arg-type]
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}") from None

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.checks import checked_integer, checked_number
 from bcl_grain.chunks import Block, Chunk, Column, Record, fill_chunks, pack_columns
 from bcl_grain.rows import cover_rows, first_fit_decreasing
 
@@ -47,7 +48,15 @@ class Layout(abc.ABC):
     empty_features: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.size_feature, str):
+            raise ValueError(f"size_feature must be the name of a feature, got {self.size_feature!r}")
+        checked_integer("pad_id", self.pad_id, -(2**31))
         features = self.empty_features
+        if features is not None and not (
+            isinstance(features, tuple | list)
+            and all(isinstance(item, tuple | list) and len(item) == 2 for item in features)
+        ):
+            raise ValueError(f"empty_features must be pairs of a feature and its dtype, got {features!r}")
         if features is not None and self.size_feature not in dict(features):
             raise ValueError(f"empty_features {features!r} must name the size_feature {self.size_feature!r}")
 
@@ -102,10 +111,16 @@ class Layout(abc.ABC):
         return [chunk for block in blocks for chunk in fill_chunks(block, columns, self.size_feature, self.pad_id)]
 
 
-def _check_positive(**values: int) -> None:
+def _check_positive(**values: object) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
+        checked_integer(name, value, 1)
+
+
+def _check_all_positive(name: str, values: object) -> None:
+    if not isinstance(values, tuple | list):
+        raise ValueError(f"{name} must be a tuple of integers, got {values!r}")
+    for value in values:
+        checked_integer(f"each of {name}", value, 1)
 
 
 def _check_sizes(sizes: Sequence[int], longest: int, option: str) -> None:
@@ -162,12 +177,9 @@ class RowPackedLayout(Layout):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_positive(length=self.length, rows_per_chunk=self.rows_per_chunk)
-        if min(self._lengths) < 1:
-            raise ValueError(f"lengths must be at least 1, got {self.lengths!r}")
-        if min(self._ladder) < 1:
-            raise ValueError(f"heights must be at least 1, got {self.heights!r}")
-        if not self.chunk_overhead_rows >= 0:
-            raise ValueError(f"chunk_overhead_rows must be at least 0, got {self.chunk_overhead_rows!r}")
+        _check_all_positive("lengths", self.lengths)
+        _check_all_positive("heights", self.heights)
+        checked_number("chunk_overhead_rows", self.chunk_overhead_rows, least=0)
 
     @functools.cached_property
     def _ladder(self) -> tuple[int, ...]:
@@ -281,10 +293,12 @@ class BucketedLayout(Layout):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)) or self.lengths[0] < 1:
+        _check_all_positive("lengths", self.lengths)
+        _check_positive(tokens_per_chunk=self.tokens_per_chunk)
+        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise ValueError(f"lengths must be positive and strictly ascending, got {self.lengths!r}")
         for length in self.lengths:
-            if self.tokens_per_chunk < 1 or self.tokens_per_chunk % length:
+            if self.tokens_per_chunk % length:
                 raise ValueError(
                     f"tokens_per_chunk {self.tokens_per_chunk} is not a positive multiple of the length {length}"
                 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import operator
 from typing import Any, Literal, get_args
 
 from bcl_grain.capacity import Capacity, checked_capacity
+from bcl_grain.checks import check_choice, checked_integer
 from bcl_grain.cost_prior import CostPrior
 
 Policy = Literal["arrival", "windowed", "streaming"]
@@ -68,8 +68,9 @@ class PlannerConfig:
             object.__setattr__(self, name, checked_integer(name, getattr(self, name), least))
         choices = (("policy", Policy), ("order", Order), ("tail", Tail), ("on_overflow", OnOverflow))
         for name, allowed in choices:
-            if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
+            check_choice(name, getattr(self, name), get_args(allowed))
+        if not (self.prior is None or isinstance(self.prior, CostPrior)):
+            raise ValueError(f"prior must be a CostPrior, as estimate_cost_prior returns, or None, got {self.prior!r}")
         if self.capacity is not None:
             object.__setattr__(self, "capacity", checked_capacity(self.capacity))
         if self.num_packs is not None:
@@ -129,13 +130,3 @@ def _read_setting(text: str) -> Any:
         return text if isinstance(tree, ast.Name) else ast.literal_eval(tree)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(f"can't read the setting {text!r} ({error})") from error
-
-
-def checked_integer(name: str, value: object, least: int) -> int:
-    """Returns `value` as a Python int: states are JSON, which NumPy's integers are not."""
-    try:
-        if isinstance(value, bool) or operator.index(value) < least:  # type: ignore[arg-type]
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}") from None

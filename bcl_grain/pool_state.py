@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bcl_grain.planner_config import PlannerConfig, checked_integer
+from bcl_grain.checks import checked_integer
+from bcl_grain.planner_config import PlannerConfig
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.checks import checked_integer, checked_number
 from bcl_grain.layouts import ChunkCost, RowPackedLayout
 from bcl_grain.partition import balanced_partition
 from bcl_grain.rows import first_fit_decreasing
@@ -75,10 +76,11 @@ def fit_shape(
         ("multiple_of", multiple_of),
         ("num_packs", num_packs),
     ):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
-    if not margin > 0:
-        raise ValueError(f"margin must be positive, got {margin!r}")
+        checked_integer(name, value, 1)
+    checked_number("margin", margin, above=0)
+    checked_integer("seed", seed, 0)
+    if max_row_length is not None:
+        checked_integer("max_row_length", max_row_length, 1)
     sizes, _ = _checked_sample(sample_sizes, max_length)
     shortest = -(-max_length // multiple_of) * multiple_of
     longest = shortest if max_row_length is None else max_row_length
@@ -137,8 +139,7 @@ def fit_rows(
     sizes, longest = _checked_sample(sample_sizes, max_length)
     options = {"pack_size": pack_size, "most_shapes": most_shapes, "multiple_of": multiple_of, "num_packs": num_packs}
     for name, value in options.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
+        checked_integer(name, value, 1)
     values, which = np.unique(sizes, return_inverse=True)
     costs = np.array([cost.of_chunk(1, int(value)) for value in values])[which]
     rng = np.random.default_rng(seed)

@@ -217,7 +217,7 @@ def test_record_without_tokens_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_size": 0}, "max_size must be at least 1, got 0"),
+        ({"max_size": 0}, "max_size must be an integer of at least 1, got 0"),
         ({"on_oversize": "explode"}, "on_oversize must be .* got 'explode'"),
         ({"on_oversize": "drop"}, r"'drop' changes the data: pass report=CapReport\(\)"),
         ({"on_oversize": "split"}, "need each other"),

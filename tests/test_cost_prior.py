@@ -65,7 +65,7 @@ def test_it_reads_a_map_dataset_and_leaves_filtered_records_out() -> None:
     [
         ({"mean": 0.0, "records": 1}, "mean of a cost prior"),
         ({"mean": math.inf, "records": 1}, "mean of a cost prior"),
-        ({"mean": 1.0, "records": 0}, "at least 1 record"),
+        ({"mean": 1.0, "records": 0}, "an integer of at least 1, got 0"),
         ({"mean": 2.0, "records": 1, "ceiling": 1.0}, "ceiling of a cost prior"),
         ({"mean": 2.0, "records": 1, "ceiling": math.nan}, "ceiling of a cost prior"),
     ],
@@ -78,7 +78,7 @@ def test_a_prior_out_of_range_is_refused(settings_: dict[str, Any], message: str
 def test_nothing_to_look_at_is_refused() -> None:
     with pytest.raises(ValueError, match="got 0 records"):
         estimate_cost_prior([], float, pack_size=2)
-    with pytest.raises(ValueError, match="num_records=0"):
+    with pytest.raises(ValueError, match="num_records must be an integer of at least 1, got 0"):
         estimate_cost_prior([1.0], float, pack_size=2, num_records=0)
     with pytest.raises(ValueError, match="cost of record 0"):
         estimate_cost_prior([-1.0], float, pack_size=2)

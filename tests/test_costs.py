@@ -94,7 +94,7 @@ def test_dimensions_have_defaults() -> None:
 @pytest.mark.parametrize("name", ["layers", "width", "heads", "kv_heads", "hidden", "vocab_size"])
 def test_dimensions_must_be_positive(name: str) -> None:
     dims: dict[str, Any] = {"layers": 1, "width": 8, "heads": 2, "kv_heads": 2, "hidden": 16, "vocab_size": 10}
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer of at least 1, got 0"):
         TransformerCost.from_dims(**{**dims, name: 0})
 
 
@@ -102,7 +102,7 @@ def test_width_must_divide_into_heads() -> None:
     dims: dict[str, Any] = {"layers": 1, "width": 10, "heads": 4, "hidden": 16, "vocab_size": 10}
     with pytest.raises(ValueError, match="width 10 is not a multiple of heads 4: pass head_dim"):
         TransformerCost.from_dims(**dims)
-    with pytest.raises(ValueError, match="head_dim must be at least 1, got -1"):
+    with pytest.raises(ValueError, match="head_dim must be an integer of at least 1, got -1"):
         TransformerCost.from_dims(**dims, head_dim=-1)
     assert TransformerCost.from_dims(**dims, head_dim=2).per_token > 0
 
@@ -219,7 +219,7 @@ def test_fit_needs_two_shapes() -> None:
 
 @pytest.mark.parametrize("bad", [((0, 8), 0.1), ((1, 0), 0.1), ((2, 8), 0.0), ((2, 8), -1.0), ((2, 8), math.nan)])
 def test_fit_needs_positive_timings(bad: tuple[tuple[int, int], float]) -> None:
-    with pytest.raises(ValueError, match=r"timing must be positive and finite, got \(\("):
+    with pytest.raises(ValueError, match=r"timing must be positive and finite, .* got \(\("):
         fit_cost([((1, 8), 0.5), bad])
 
 

@@ -306,20 +306,28 @@ def test_odd_records_are_named(pack: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        (RowPackedLayout, {"length": 0, "rows_per_chunk": 1}, "length must be at least 1, got 0"),
-        (RowPackedLayout, {"length": 8, "rows_per_chunk": 1, "lengths": (4, 0)}, r"lengths must .* got \(4, 0\)"),
-        (RowPackedLayout, {"length": 8, "rows_per_chunk": 0}, "rows_per_chunk must be at least 1, got 0"),
-        (RowPackedLayout, {"length": 8, "rows_per_chunk": 2, "heights": (0,)}, r"heights must .* got \(0,\)"),
+        (RowPackedLayout, {"length": 0, "rows_per_chunk": 1}, "length must be an integer of at least 1, got 0"),
+        (
+            RowPackedLayout,
+            {"length": 8, "rows_per_chunk": 1, "lengths": (4, 0)},
+            r"each of lengths must be an integer of at least 1, got 0",
+        ),
+        (RowPackedLayout, {"length": 8, "rows_per_chunk": 0}, "rows_per_chunk must be an integer of at least 1, got 0"),
+        (
+            RowPackedLayout,
+            {"length": 8, "rows_per_chunk": 2, "heights": (0,)},
+            r"each of heights must be an integer of at least 1, got 0",
+        ),
         (
             RowPackedLayout,
             {"length": 8, "rows_per_chunk": 2, "chunk_overhead_rows": float("nan")},
-            "chunk_overhead_rows must be at least 0, got nan",
+            "chunk_overhead_rows must be finite and at least 0, got nan",
         ),
-        (RowPackedOneShapeLayout, {"length": 8, "rows": 0}, "rows must be at least 1"),
+        (RowPackedOneShapeLayout, {"length": 8, "rows": 0}, "rows must be an integer of at least 1"),
         (BucketedLayout, {"lengths": (), "tokens_per_chunk": 8}, r"lengths must be .* got \(\)"),
         (BucketedLayout, {"lengths": (4, 2), "tokens_per_chunk": 8}, "strictly ascending"),
         (BucketedLayout, {"lengths": (2, 3), "tokens_per_chunk": 8}, "8 is not a positive multiple of the length 3"),
-        (PaddedLayout, {"length": 8, "pack_size": 0}, "pack_size must be at least 1"),
+        (PaddedLayout, {"length": 8, "pack_size": 0}, "pack_size must be an integer of at least 1"),
     ],
 )
 def test_options_out_of_range_are_refused(layout: type[Layout], options: dict[str, Any], message: str) -> None:

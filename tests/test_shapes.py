@@ -58,8 +58,8 @@ def test_depends_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pack_size": 0}, "pack_size must be at least 1, got 0"),
-        ({"margin": 0.0}, "margin must be positive, got 0.0"),
+        ({"pack_size": 0}, "pack_size must be an integer of at least 1, got 0"),
+        ({"margin": 0.0}, "margin must be positive and finite, got 0.0"),
         ({"max_length": 8}, r"sizes from 4 to 9, not in 1..max_length=8: apply the cap"),
         ({"sample_sizes": []}, "non-empty list of integers"),
         ({"sample_sizes": [1.5]}, "non-empty list of integers"),
@@ -105,10 +105,10 @@ def test_dear_chunks_make_few_of_them() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pack_size": 0}, "pack_size must be at least 1, got 0"),
-        ({"most_shapes": 0}, "most_shapes must be at least 1, got 0"),
-        ({"num_packs": 0}, "num_packs must be at least 1, got 0"),
-        ({"multiple_of": 0}, "multiple_of must be at least 1, got 0"),
+        ({"pack_size": 0}, "pack_size must be an integer of at least 1, got 0"),
+        ({"most_shapes": 0}, "most_shapes must be an integer of at least 1, got 0"),
+        ({"num_packs": 0}, "num_packs must be an integer of at least 1, got 0"),
+        ({"multiple_of": 0}, "multiple_of must be an integer of at least 1, got 0"),
         ({"max_length": 8}, r"sizes from 4 to 9, not in 1..max_length=8: apply the cap"),
         ({"sample_sizes": []}, "non-empty list of integers"),
     ],
