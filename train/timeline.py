@@ -56,7 +56,8 @@ def draw_timeline(path: Path, events: Sequence[Event]) -> bool:
     _draw_ranks(ranks_axes, timed[-STEPS_SHOWN:])
     parts = segments(timed)
     steps = [event["step"] for event in timed]
-    whole = sum(part.mean(axis=1) for part in parts.values())
+    # A step may have no time at all, on a coarse clock or at a resume: then it has no shares either.
+    whole = np.maximum(sum(part.mean(axis=1) for part in parts.values()), np.finfo(float).tiny)
     for name, part in parts.items():
         shares_axes.plot(steps, 100 * part.mean(axis=1) / whole, color=_COLORS[name], label=_LABELS[name])
     shares_axes.set(title="share of a step, mean over ranks", xlabel="step", ylabel="% of the step", ylim=(0, None))
