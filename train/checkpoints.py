@@ -160,9 +160,10 @@ class Checkpoints:
                 remove_others(self._run_dir / CHECKSUM_DIR, self._manager.all_steps())
         except Exception as error:  # Orbax raises what its C++ side made of a full disk
             stays = "There is none before it" if before is None else f"The one of step {before} is still there"
+            remedy = "make room" if jax.process_count() == 1 else "make room, or see which other process has died"
             raise SaveError(
                 f"can't write the checkpoint of step {step} to {str(self._run_dir)!r} ({_first_line(error)}). {stays}: "
-                "make room, then go on with --resume"
+                f"{remedy}, then go on with --resume"
             ) from error
 
     def restore(self, abstract_state: TrainState, iterator: grain.DatasetIterator) -> TrainState:
