@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -134,7 +135,8 @@ def test_two_processes_train_like_one_and_one_goes_on_when_one_is_killed(
     assert time.monotonic() - begin < 60
     assert job.returncode == 1, output
     assert "error: process 1 of the job was killed by SIGKILL: the others are ended" in output
-    assert "[0] error: this process failed, or another one has died, and with it the job" in output
+    # Process 0 finds the connection broken, in a step or in a save, or JAX ends it.
+    assert re.search(r"^\[0\] (error: .*died|.*another task died)", output, re.MULTILINE), output
     events = read_events(tmp_path / "killed")
     assert events[-1]["step"] < STEPS
     run_training(prepared, programs, tmp_path / "killed", say=quiet)

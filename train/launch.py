@@ -12,7 +12,9 @@ if a signal ended it.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -145,29 +147,34 @@ def _pass_on(processes: Sequence[subprocess.Popen[str]]) -> Callable[[int, Frame
 
 def _wait(processes: Sequence[subprocess.Popen[str]]) -> int:
     """Waits for all; once one has failed, ends the others. Returns the exit code."""
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # their numbers in the order in which they end
+    for number, process in enumerate(processes):
+        threading.Thread(target=_note_end, args=(number, process, ended), daemon=True).start()
     failed: int | None = None
-    deadline, steps = 0.0, [signal.SIGTERM, signal.SIGKILL]
-    while any(process.poll() is None for process in processes):
-        if failed is None:
-            failed = next((n for n, p in enumerate(processes) if p.poll() not in (None, EXIT_DONE, EXIT_STOPPED)), None)
-            if failed is not None:
-                _tell(failed, processes[failed], "the others are ended")
-                deadline = time.monotonic() + GRACE_SECONDS
-        elif steps and time.monotonic() > deadline:
-            for process in processes:
-                if process.poll() is None:
-                    process.send_signal(steps[0])
-            steps.pop(0)
-            deadline = time.monotonic() + GRACE_SECONDS
-        time.sleep(0.05)
-    codes = [process.wait() for process in processes]
-    bad = [n for n, code in enumerate(codes) if code not in (EXIT_DONE, EXIT_STOPPED)]
-    if not bad:
-        return max(codes)
+    last_words, signals = math.inf, [signal.SIGTERM, signal.SIGKILL]
+    left = len(processes)
+    while left:
+        try:
+            number = ended.get(timeout=0.1)
+        except queue.Empty:
+            if time.monotonic() > last_words and signals:
+                _pass_on(processes)(signals.pop(0), None)
+                last_words = time.monotonic() + GRACE_SECONDS
+            continue
+        left -= 1
+        if failed is None and processes[number].returncode not in (EXIT_DONE, EXIT_STOPPED):
+            failed = number
+            _tell(failed, processes[failed], "the others are ended")
+            last_words = time.monotonic() + GRACE_SECONDS
     if failed is None:
-        failed = bad[0]
-        _tell(failed, processes[failed], "no other is left")
-    return codes[failed] if codes[failed] > 0 else EXIT_FAILED
+        return max(process.returncode for process in processes)
+    code: int = processes[failed].returncode
+    return code if code > 0 else EXIT_FAILED
+
+
+def _note_end(number: int, process: subprocess.Popen[str], ended: queue.SimpleQueue[int]) -> None:
+    process.wait()
+    ended.put(number)
 
 
 def _tell(number: int, process: subprocess.Popen[str], what: str) -> None:
