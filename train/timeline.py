@@ -47,6 +47,7 @@ def draw_timeline(path: Path, events: Sequence[Event]) -> bool:
     Returns:
         Whether there was anything to draw.
     """
+    # A step may seem to have taken no time, where a thread looked at the clock late: it has no shares.
     timed = [event for event in events if event["kind"] == "time" and event["step_seconds"] > 0]
     if not timed:
         return False
@@ -56,8 +57,7 @@ def draw_timeline(path: Path, events: Sequence[Event]) -> bool:
     _draw_ranks(ranks_axes, timed[-STEPS_SHOWN:])
     parts = segments(timed)
     steps = [event["step"] for event in timed]
-    # A step may have no time at all, on a coarse clock or at a resume: then it has no shares either.
-    whole = np.maximum(sum(part.mean(axis=1) for part in parts.values()), np.finfo(float).tiny)
+    whole = sum(part.mean(axis=1) for part in parts.values())
     for name, part in parts.items():
         shares_axes.plot(steps, 100 * part.mean(axis=1) / whole, color=_COLORS[name], label=_LABELS[name])
     shares_axes.set(title="share of a step, mean over ranks", xlabel="step", ylabel="% of the step", ylim=(0, None))
