@@ -19,6 +19,7 @@ from typing import get_args
 from bcl_grain import commands
 from bcl_grain.arms import policy_names
 from bcl_grain.boundary import PACK_SIZES
+from bcl_grain.checks import checked_number
 from bcl_grain.draws import DrawKind
 from bcl_grain.memory import Attention
 from bcl_grain.models import KNOWN_MODELS
@@ -175,7 +176,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, help=f"a Hugging Face config.json, or one of {', '.join(KNOWN_MODELS)}"
     )
-    parser.add_argument("--memory-gib", type=float, required=True, metavar="GIB", help="memory of a device")
+    parser.add_argument("--memory-gib", type=_amount, required=True, metavar="GIB", help="memory of a device")
     parser.add_argument(
         "--precision",
         choices=("f32", "bf16"),
@@ -196,6 +197,13 @@ def _add_output(parser: argparse.ArgumentParser, *, plots: bool = True) -> None:
     if plots:
         parser.add_argument("--plot", metavar="DIR", help="write PNG plots there")
     parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _amount(text: str) -> float:
+    try:
+        return checked_number("it", float(text), above=0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive, finite number") from None
 
 
 def _positive(text: str) -> int:

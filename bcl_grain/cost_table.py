@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from bcl_grain.costs import TransformerCost, fit_cost, fit_record_cost
+from bcl_grain.json_files import read_json
 
 Shape = tuple[int, int]
 
@@ -163,7 +164,7 @@ def read_cost_table(path: str | Path, *, feature: str = "tokens") -> CostTable:
         ValueError: If the file can't be read, is none of ours, or its values are impossible.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"cost table {str(path)!r} can't be read ({error}): write one with train.calibrate") from error
     if not isinstance(document, dict) or (document.get("kind"), document.get("format")) != (KIND, _FORMAT):

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import io
 import json
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.json_files import MAX_BYTES, parse_json
 from bcl_grain.workloads import load_workload
 
 IntArray = npt.NDArray[np.int64]
@@ -24,6 +26,7 @@ Column = tuple[npt.NDArray[Any], Place]
 LENGTH_COLUMNS = ("len", "length", "lengths", "tokens", "num_tokens", "n_tokens", "seq_len", "input_length")
 """Names that a column of lengths may have, the first found is taken; else `prompt_len` + `response_len`."""
 
+_MAX_UNPACKED_BYTES = 2**33  # of an .npz: a thousand million lengths
 _SUFFIXES = (".npz", ".npy", ".csv", ".parquet", ".jsonl")
 _TEXT_KEYS = ("system", "prompt", "instruction", "input", "question", "response", "output", "answer", "text", "content")
 _HALVES = ("prompt_len", "response_len")
@@ -114,6 +117,12 @@ def _checked(values: npt.NDArray[Any], data: str, place: Place) -> IntArray:
 
 
 def _npz_lengths(path: Path, column: str | None) -> Column:
+    with _opened(path, lambda: zipfile.ZipFile(path)) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > _MAX_UNPACKED_BYTES:
+        raise ValueError(
+            f"{str(path)!r} unpacks to {size:,} bytes, over the limit of {_MAX_UNPACKED_BYTES:,}: cut it up"
+        )
     with _opened(path, lambda: np.load(path, allow_pickle=False)) as arrays:
         values = _pick(list(arrays), lambda name: _opened(path, lambda: np.asarray(arrays[name])), column, str(path))
     return values, _record
@@ -216,11 +225,13 @@ def _jsonl_lengths(path: Path, tokenizer: str | None) -> IntArray:
     count = _byte_counter() if tokenizer is None else _token_counter(tokenizer)
     lengths = []
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES + 1), b""), start=1):
+            if len(line) > MAX_BYTES:
+                raise ValueError(f"line {number} of {str(path)!r} has more than {MAX_BYTES:,} bytes: cut it up")
             if not line.strip():
                 raise ValueError(f"line {number} of {str(path)!r} is empty: remove it")
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError as error:
                 raise ValueError(f"line {number} of {str(path)!r} is not JSON ({error}): mend it") from error
             texts = list(_texts(record)) if isinstance(record, dict) else []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bcl_grain.costs import TransformerCost
+from bcl_grain.json_files import read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,7 @@ def load_model(name_or_path: str) -> ModelDims:
             "config.json"
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}): pass a Hugging Face config.json") from error
     return dims_from_config(config, origin=str(path))

@@ -126,8 +126,8 @@ def parse_cap(text: str, lengths: IntArray) -> int | None:
         cap = fit_cap(lengths, float(text[1:])) if text.startswith("p") else int(text)
     except ValueError:
         raise ValueError(f"unknown cap {text!r}: pass none, a length of at least 1, or a percentile like p99") from None
-    if cap < 1:
-        raise ValueError(f"a cap must be at least 1, got {cap}")
+    if not 1 <= cap < 2**31:
+        raise ValueError(f"a cap must be from 1 to {2**31 - 1:,}, got {cap}")
     return cap
 
 
@@ -160,7 +160,7 @@ def parse_sizes(text: str, option: str) -> list[int]:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
         sizes = []
-    if not sizes or sizes[0] < 1:
+    if not sizes or sizes[0] < 1 or sizes[-1] >= 2**31:
         raise ValueError(f"{option} {text!r} is no list of positive integers: pass, for example, 8,16,32")
     return sizes
 

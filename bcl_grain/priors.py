@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
 from bcl_grain.costs import TransformerCost
+from bcl_grain.json_files import read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def read_prior(path: str, *, cost: str, pack_size: int) -> CorpusPrior:
     if not file.is_file():
         raise ValueError(f"no prior file {path!r}: `profile DATA --prior-out {path}` writes one, or pass auto or none")
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = read_json(file)
         made_for = values.pop("cost"), values.pop("pack_size")
         prior = CostPrior(**values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:

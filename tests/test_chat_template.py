@@ -7,9 +7,11 @@ import json
 import pickle
 from typing import Any
 
+import jinja2
 import pytest
 
 from tests.chat_formats import CHATML_MARKED, CHATML_TOOLS, FORGETFUL, HEADERS
+from train import chat_template
 from train.chat_template import CALL, LITERAL, ChatTemplate, Rendered
 
 HI = [{"role": "user", "content": "hi"}]
@@ -94,8 +96,47 @@ def test_a_failing_template_is_a_value_error(source: str, what: str) -> None:
     ],
 )
 def test_a_template_stays_in_its_sandbox(source: str) -> None:
-    with pytest.raises(ValueError, match=r"unsafe|Range too big"):
+    with pytest.raises(ValueError, match=r"unsafe|repair the template"):
         text(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ 10000000000 * 'x' }}",
+        "{{ [0] * 10000000000 }}",
+        "{{ 9 ** 9 ** 9 ** 9 }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ 'x'.ljust(10000000000) }}",
+        "{{ 'x' | center(10000000000) }}",
+        "{{ 'x\\ny' | indent(10000000000) }}",
+        "{{ [1] | batch(10000000000, 0) | list }}",
+        "{{ lipsum(n=1000000) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+def test_a_template_comes_to_an_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_TURNS", 3000)
+    with pytest.raises(ValueError, match=r"repair the template|not computed here|RecursionError|'lipsum' is undefined"):
+        text(source)
+
+
+def test_what_counts_and_limits_changes_no_text() -> None:
+    source = (
+        "{% for m in [1, 2, 3] %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
+        "{% for m in [1, 2] %}{{ loop.previtem }}{{ loop.revindex }}{{ loop.nextitem }}{% endfor %}"
+        "{% for k, v in {'a': 1}.items() %}{{ k ~ v ~ none ~ '!' }}{% else %}no{% endfor %}"
+        "{% for x in [] %}{% else %}empty{% endfor %}{{ 'ab' * 2 + 'c' }}{{ [1] + [2] }}{{ 7 % 4 }}"
+        "{{ 'a\\nb' | indent(2) }}{{ 'x' | center(3) }}{% for x in [1, 2] if x > 1 %}{{ x }}{% endfor %}"
+        "{% for x in [1, 2, 3] recursive %}{{ x }}{% if x == 1 %}{{ loop([8, 9]) }}{% endif %}{% endfor %}"
+    )
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(source).render()
+    assert text(source) == plain
 
 
 def test_formats_show_nothing_of_python() -> None:

@@ -1,8 +1,8 @@
 """Chat templates: a conversation becomes text the way the model's own tokenizer says.
 
 A template is a program that came with a model. It runs in Jinja's sandbox: it can read what it is given and write
-text, and reaches neither Python's objects nor files. (Nothing bounds its running time: take models from those you
-trust that far.) It sees what Hugging Face's renderer offers it: `messages`, `tools`, `documents`,
+text, and reaches neither Python's objects nor files. Its loops and calls are counted, and what it multiplies, pads or
+joins is limited, so that it ends. It sees what Hugging Face's renderer offers it: `messages`, `tools`, `documents`,
 `add_generation_prompt`, the special tokens' texts, `raise_exception`, `strftime_now`, the filter `tojson` (plain JSON,
 nothing escaped for HTML), `break` and `continue`, and the block `{% generation %}` that marks what the model writes.
 
@@ -12,19 +12,21 @@ result again. So a mark is found where it came out, also from inside macros and 
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import datetime
 import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 Span = tuple[int, int]
@@ -35,6 +37,12 @@ LITERAL, CALL = "\ud802", "\ud803"
 
 _BEGIN, _END = "\ud800", "\ud801"
 _MARK = re.compile(f"([{_BEGIN}{_END}{LITERAL}{CALL}])")
+
+MAX_TURNS = 300_000
+"""Turns of loops and calls that one rendering may take; a long conversation takes some thousand."""
+
+MAX_CHARACTERS = 2**24
+"""Of a text that a template makes by multiplying, padding or joining."""
 
 DEFAULT_DATE = datetime.datetime(2026, 1, 1)
 """What templates that print today's date are told. Fixed: another day must not change the records of a resumed run."""
@@ -150,12 +158,15 @@ class ChatTemplate:
             "raise_exception": _raise_exception,
             "strftime_now": self.date.strftime,
         }
+        token = _turns_left.set([MAX_TURNS])
         try:
             return template.render(names)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
         except Exception as error:  # someone else's program: it may raise anything
             raise ValueError(f"the chat template fails on the conversation: {type(error).__name__}: {error}") from error
+        finally:
+            _turns_left.reset(token)
 
 
 def first_difference(wanted: str, got: str) -> str:
@@ -186,14 +197,87 @@ class _MarkedGeneration(_Generation):
     marks = (_BEGIN, _END)
 
 
+_turns_left: contextvars.ContextVar[list[int]] = contextvars.ContextVar("turns left")
+
+
+def _take_turn() -> None:
+    left = _turns_left.get()
+    left[0] -= 1
+    if left[0] < 0:
+        raise jinja2.TemplateError(f"more than {MAX_TURNS:,} turns of loops and calls: repair the template")
+
+
+def _check_size(size: float) -> None:
+    if size > MAX_CHARACTERS:
+        raise jinja2.TemplateError(f"a text of more than {MAX_CHARACTERS:,} characters: repair the template")
+
+
+class _Counted:
+    """What a loop runs over; each turn counts."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in self._values:
+            _take_turn()
+            yield value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _joined(values: list[Any]) -> str:
+    texts = [str(value) for value in values]
+    _check_size(sum(map(len, texts)))
+    return "".join(texts)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Counts what a template does: the sandbox itself bounds only `range`."""
+
+    intercepted_binops = frozenset(("*", "**", "+", "%"))
+
+    def _generate(self, source: jinja2.nodes.Template, *given: Any, **keywords: Any) -> str:
+        for loop in source.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None).set_lineno(loop.lineno)
+        for concat in source.find_all(jinja2.nodes.Concat):
+            parts = jinja2.nodes.List(concat.nodes, lineno=concat.lineno)
+            concat.nodes = [jinja2.nodes.Filter(parts, "joined", [], [], None, None, lineno=concat.lineno)]
+        return super()._generate(source, *given, **keywords)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise jinja2.TemplateError("powers are not computed here: repair the template")
+        if operator == "%" and isinstance(left, str):
+            raise jinja2.TemplateError("text % values is not computed here: use ~ or format")
+        if operator == "*":
+            for text, times in ((left, right), (right, left)):
+                if isinstance(text, str | list | tuple) and isinstance(times, int):
+                    _check_size(len(text) * times)
+        elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            _check_size(len(left) + len(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *given: Any, **keywords: Any) -> Any:  # noqa: N805 - as in Jinja
+        _take_turn()
+        for value in (*given, *keywords.values()):
+            if isinstance(value, int):  # a width, a count
+                _check_size(value)
+        return super().call(__context, __obj, *given, **keywords)
+
+
 @functools.cache
 def _environment(marked: bool) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_MarkedGeneration if marked else _Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters |= {"tojson": _tojson, "counted": _Counted, "joined": _joined}
+    for name in ("center", "indent", "batch", "slice", "format", "wordwrap"):
+        environment.filters[name] = _limited(environment.filters[name])
+    del environment.globals["lipsum"]
     return environment
 
 
@@ -237,6 +321,19 @@ def _split_marks(marked: str) -> Rendered:
         elif piece != _END:
             position += len(piece)
     return Rendered(_MARK.sub("", marked), tuple(generated), tuple(stood[LITERAL]), tuple(stood[CALL]))
+
+
+def _limited(function: Any) -> Any:
+    """Returns a filter that takes no width or count beyond the limit."""
+
+    @functools.wraps(function)  # keeps also what Jinja noted on it
+    def limited(*given: Any, **keywords: Any) -> Any:
+        for value in (*given, *keywords.values()):
+            if isinstance(value, int):
+                _check_size(value)
+        return function(*given, **keywords)
+
+    return limited
 
 
 def _raise_exception(message: str) -> None:

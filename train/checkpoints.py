@@ -17,6 +17,7 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
+from bcl_grain.json_files import read_json
 from train.checksums import find_damage, remove_others, write_checksums
 from train.lane_checkpoint import LaneHandler, LanesRestore, LanesSave
 from train.model import Params
@@ -69,7 +70,7 @@ def saved_identity(run_dir: Path) -> dict[str, Any]:
         ValueError: If there is none.
     """
     try:
-        saved = json.loads((run_dir / IDENTITY_FILE).read_text())
+        saved = read_json(run_dir / IDENTITY_FILE)
         if not isinstance(saved, dict):
             raise ValueError(f"expected an object, got {type(saved).__name__}")
     except (OSError, ValueError) as error:

@@ -13,8 +13,9 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from bcl_grain.json_files import read_json
+
 _PIECE_BYTES = 2**22
-_MAX_BYTES = 2**26  # of the list of checksums
 
 
 def write_checksums(directory: Path, path: Path) -> None:
@@ -37,12 +38,10 @@ def find_damage(directory: Path, path: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"it has {path.stat().st_size} bytes, a list of checksums at most {_MAX_BYTES}")
-        wanted = json.loads(path.read_text())
+        wanted = read_json(path)
         if not isinstance(wanted, dict):
             raise ValueError(f"expected an object, got {type(wanted).__name__}")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return f"its checksums in {path} can't be read: {error}"
     found = set(_names(directory))
     if missing := sorted(wanted.keys() - found):

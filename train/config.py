@@ -18,6 +18,8 @@ def _check_least(config: object, name: str, least: int) -> None:
     value = getattr(config, name)
     if type(value) is not int or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if value >= 2**31:
+        raise ValueError(f"{name} must be below {2**31:,}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

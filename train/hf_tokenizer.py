@@ -6,12 +6,12 @@ the template, in its sandbox.
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from bcl_grain.json_files import read_json
 from train.chat import ChatFormat
 from train.chat_template import ChatTemplate
 from train.tokenizers import FileTokenizer, load_tokenizer
@@ -58,7 +58,7 @@ def _config(file: pathlib.Path) -> dict[str, Any]:
 
 def _json(file: pathlib.Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     except OSError as error:
         raise ValueError(
             f"can't read {str(file)!r}: {error.strerror or error}; give a model directory with its tokenizer files"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import shutil
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.json_files import read_json
 from train.hf_config import from_hf_config
 from train.model import ModelConfig
 from train.parameter_names import EMBEDDING, HEAD, Leaf, check_tensors, leaves
@@ -186,6 +186,9 @@ def _layouts(directory: pathlib.Path) -> dict[str, Layout]:
     if not isinstance(place_of, dict) or not place_of:
         raise ValueError(f"{str(index_file)!r} has no weight_map: fetch it again")
     names = sorted(set(map(str, place_of.values())))
+    outside = [name for name in names if pathlib.PurePath(name).name != name]
+    if outside:  # an export writes files of the same names
+        raise ValueError(f"{str(index_file)!r} names files outside its directory: {outside[:5]}; don't use this model")
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
         raise ValueError(
@@ -233,7 +236,7 @@ def _raw(path: pathlib.Path, layout: Layout, name: str) -> bytes:
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except OSError as error:
         raise ValueError(
             f"can't read {str(path)!r}: {error.strerror or error}; a model directory has {CONFIG_FILE} and safetensors "

@@ -69,8 +69,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)!r}")
+            if not 1 <= getattr(self, name) < 2**31:
+                raise ValueError(f"{name} must be at least 1 and below {2**31:,}, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
         if self.head_dim % 2:

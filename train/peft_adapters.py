@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.json_files import read_json
 from train.hf_weights import new_directory
 from train.lora import LoraConfig, split_params
 from train.model import ModelConfig, Params, init_params
@@ -56,7 +57,7 @@ def read_lora_config(directory: str | os.PathLike[str]) -> LoraConfig:
     """
     path = pathlib.Path(directory) / CONFIG_FILE
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = read_json(path)
         if description["peft_type"] != "LORA":
             raise ValueError(f"peft_type is {description['peft_type']!r}")
         for name in ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern"):

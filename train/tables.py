@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import json
 import logging
 import os
 import pathlib
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bcl_grain.json_files import read_json
 from train.jsonl import FileStamp
 
 CACHE_BYTES = 2**30
@@ -198,7 +198,7 @@ def _row(rows: pa.Table | pa.RecordBatch, index: int) -> dict[str, Any]:
 
 def _described(file: pathlib.Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = read_json(file)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"can't read {str(file)!r}: {error}; save the data set again") from error
     return value if isinstance(value, dict) else {}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from bcl_grain.json_files import read_json
 from train.corpus import Pair
 
 IntArray = npt.NDArray[np.int32]
@@ -205,7 +205,7 @@ def _configured_eos(file: pathlib.Path) -> str | None:
     if not config_file.exists():
         return None
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
+        config = read_json(config_file)
         token = config.get("eos_token")
         # Older files spell the token out: {"content": "</s>", "lstrip": false, ...}.
         name = token["content"] if isinstance(token, dict) else token
