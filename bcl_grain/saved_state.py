@@ -130,7 +130,7 @@ def check_state(state: Any, mine: Mapping[str, Any], config: PlannerConfig, *, m
             f"the state is damaged: its checksum is {state['checksum']!r}, its values have {checksum}. Restore an "
             "earlier checkpoint"
         )
-    saved = config.from_description(state["settings"])
+    saved = config.from_description(str(state["settings"]))
     if any(getattr(saved, name) != getattr(config, name) for name in LASTING):
         raise ValueError(
             f"state comes from other settings ({_changes(state['settings'], config)}), and {', '.join(LASTING)} can't "

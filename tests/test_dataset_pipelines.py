@@ -184,7 +184,7 @@ def test_a_killed_worker_is_told_and_a_new_iterator_goes_on(tmp_path: Path) -> N
         "    iterator = iter(dataset)\n"
         "    packs = ids([next(iterator) for _ in range(6)])\n"
         "    state = through_json(iterator.get_state())\n"
-        "    time.sleep(0.5)  # now they wait with full buffers\n"
+        "    time.sleep(1.0)  # now they wait with full buffers\n"
         "    multiprocessing.active_children()[0].kill()\n"
         "    try:\n"
         "        error = f'no error, {len(list(iterator))} packs'\n"
