@@ -198,6 +198,36 @@ def test_a_damaged_checkpoint_is_bad_input_and_names_the_last_good_one(
     assert "Traceback" not in error
 
 
+def test_a_resumed_run_takes_another_lookahead_and_policy_on_request(
+    config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    original, calls = train.step.train_step, itertools.count(1)
+
+    def terminated(*given: Any) -> Any:
+        if next(calls) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return original(*given)
+
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(train.loop, "train_step", terminated)
+    assert run(config, run_dir=str(run_dir)) == 75
+    changes = ("balance.lookahead=2", "balance.policy=windowed")
+    assert run(config, assignments=changes, run_dir=str(run_dir), resume=True) == 2
+    error = capsys.readouterr().err
+    assert "config.balance.lookahead was 3, now 2; config.balance.policy was" in error
+    assert "or change it from here on: --set=runtime.on_changed_balance=finish_pool" in error
+    on_request = (*changes, "runtime.on_changed_balance=finish_pool")
+    assert run(config, assignments=(*on_request, "seed=7"), run_dir=str(run_dir), resume=True) == 2
+    assert "config.seed was 0, now 7. Resume" in capsys.readouterr().err
+    assert run(config, assignments=on_request, run_dir=str(run_dir), resume=True) == 0
+    assert f"resumed at step 5 of {STEPS}" in capsys.readouterr().out
+    steps = [event for event in read_events(run_dir) if event["kind"] == "train"]
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    assert len({event["records"] for event in steps}) == 1
+    assert run(config, assignments=changes, run_dir=str(run_dir), resume=True) == 0  # they are the run's own now
+    assert run(config, run_dir=str(run_dir), resume=True) == 2
+
+
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [

@@ -18,7 +18,9 @@ import jax
 import orbax.checkpoint as ocp
 
 from bcl_grain.json_files import read_json
+from bcl_grain.planner_config import OnChangedSettings
 from train.checksums import find_damage, remove_others, write_checksums
+from train.config import CHANGEABLE
 from train.lane_checkpoint import LaneHandler, LanesRestore, LanesSave
 from train.model import Params
 from train.state import TrainState
@@ -36,13 +38,16 @@ class SaveError(Exception):
     """A checkpoint can't be written; the message says why, and which one stays."""
 
 
-def check_run_dir(run_dir: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+def check_run_dir(
+    run_dir: Path, identity: Mapping[str, Any], *, resume: bool, on_changed_balance: OnChangedSettings = "error"
+) -> None:
     """Makes sure that a run directory is new, or with `resume` that it belongs to the run that wants to go on.
 
     Args:
         run_dir: The directory.
         identity: What the run's result depends on, JSON-safe.
         resume: Whether the run goes on with what is there.
+        on_changed_balance: See `RuntimeConfig`.
 
     Raises:
         ValueError: If the directory is not empty and `resume` is false, or if `resume` is true and the directory
@@ -55,11 +60,18 @@ def check_run_dir(run_dir: Path, identity: Mapping[str, Any], *, resume: bool) -
             )
         return
     differences = find_differences(saved_identity(run_dir), json.loads(json.dumps(identity)))
+    changeable = {f"config.balance.{name}" for name in CHANGEABLE}
+    hint = ""
+    if on_changed_balance == "finish_pool":
+        differences = [difference for difference in differences if difference[0] not in changeable]
+    elif differences and {name for name, _, _ in differences} <= changeable:
+        hint = "; or change it from here on: --set=runtime.on_changed_balance=finish_pool"
     if differences:
         raise ValueError(
             f"{str(run_dir)!r} belongs to another run: "
             + "; ".join(f"{name} was {then}, now {now}" for name, then, now in differences)
             + ". Resume with the settings it was started with, or start a new run in another --run_dir"
+            + hint
         )
 
 

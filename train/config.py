@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from bcl_grain.layouts import Layout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.planner import Order, PlannerConfig, Policy
+from bcl_grain.planner_config import OnChangedSettings
 from train.attention import AttentionName
 from train.corpus import EVAL_SHARE
 from train.model import ModelConfig
@@ -114,7 +115,7 @@ class OptimizerConfig:
 class RuntimeConfig:
     """How a run is fed, what it tells and what it keeps.
 
-    None of it changes what is learned: a resumed run may have another.
+    None of it changes what is learned, but for `on_changed_balance` on request: a resumed run may have another.
 
     Attributes:
         prefetch_steps: Steps whose packs a thread keeps ready; 0 for none.
@@ -125,6 +126,9 @@ class RuntimeConfig:
         simulated_steps: Its steps.
         zero1: Keep a part of the optimizer's state on each device instead of a copy on all (ZeRO-1): less memory.
         on_late_compilation: What a compilation after warm-up is: a `warn`ing or an `error`.
+        on_changed_balance: What a resumed run does with another balance.lookahead, policy or order than it was started
+            with: an `error`, or `finish_pool`: what the pool holds comes out as it was planned, then the new ones
+            start. The run has the new ones for good then.
         attention: The kernel; `auto` takes the fastest that the device and the layout allow (docs/attention.md).
     """
 
@@ -136,6 +140,7 @@ class RuntimeConfig:
     simulated_steps: int = 160
     zero1: bool = False
     on_late_compilation: Literal["warn", "error"] = "warn"
+    on_changed_balance: OnChangedSettings = "error"
     attention: AttentionName = "auto"
 
     def __post_init__(self) -> None:
@@ -212,6 +217,12 @@ class TrainConfig:
         return values
 
 
+CHANGEABLE = ("lookahead", "policy", "order")
+"""Fields of BalanceConfig that a resumed run may change, on request."""
+
+
 def fingerprint(identity: dict[str, Any]) -> str:
-    """Returns a short hash of a JSON-safe value, the same on every machine."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    """Returns a short hash of a run's identity, but for what may change on its way; the same on every machine."""
+    balance = {name: value for name, value in identity["config"]["balance"].items() if name not in CHANGEABLE}
+    lasting = {**identity, "config": {**identity["config"], "balance": balance}}
+    return hashlib.sha256(json.dumps(lasting, sort_keys=True).encode()).hexdigest()[:16]

@@ -20,6 +20,7 @@ from bcl_grain.chunks import Chunk
 from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import Layout
+from bcl_grain.planner_config import OnChangedSettings
 from train.config import BalanceConfig
 from train.tokenizers import Record
 
@@ -195,12 +196,13 @@ def train_dataset(
     num_hosts: int = 1,
     prefetch_steps: int = 0,
     telemetry: dict[int, bcl.Telemetry] | None = None,
+    on_changed_balance: OnChangedSettings = "error",
 ) -> grain.IterDataset[list[Pack]]:
     """Returns the steps of one host: the packs of the lanes that it serves.
 
     With a `capacity` every pack fits so many (rows, length). With `prefetch_steps` a thread lays them out ahead. An
     iterator must be closed then before the interpreter ends, or the process aborts. `telemetry` gets an entry for each
-    lane served, for one iterator.
+    lane served, for one iterator. `on_changed_balance`: see `RuntimeConfig`.
     """
     counters = {} if telemetry is None else telemetry
     packs_per_step = balance.packs_per_step or 1
@@ -221,6 +223,7 @@ def train_dataset(
             capacity=capacity,
             size_fn=None if capacity is None else _num_tokens,
             telemetry=counters.setdefault(number, bcl.Telemetry()),
+            on_changed_settings=on_changed_balance,
         )
         return packs.map(lay_out)
 

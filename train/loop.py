@@ -190,6 +190,7 @@ def _train_iterator(prepared: Prepared, telemetry: dict[int, bcl.Telemetry]) -> 
             num_hosts=topology.process_count,
             prefetch_steps=config.runtime.prefetch_steps,
             telemetry=telemetry,
+            on_changed_balance=config.runtime.on_changed_balance,
         )
     )
 

@@ -92,7 +92,14 @@ def _main(argv: Sequence[str]) -> int:
         prepared = together(lambda: prepare(config, topology, say))
         if init is not None:
             latest_step(init)
-        from_main(lambda: check_run_dir(run_dir, prepared.identity, resume=_RESUME.value))
+        from_main(
+            lambda: check_run_dir(
+                run_dir,
+                prepared.identity,
+                resume=_RESUME.value,
+                on_changed_balance=config.runtime.on_changed_balance,
+            )
+        )
         agree(_agreement(prepared))
     except ValueError as error:
         return _fail(error, EXIT_BAD_INPUT)
