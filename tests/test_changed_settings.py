@@ -14,6 +14,7 @@ from bcl_grain.cost_prior import CostPrior
 from bcl_grain.planner_config import PlannerConfig
 from tests.pipelines import DIRECT, Numbers, chain, cost_of, ids, pipeline, through_json
 from tests.policies import POLICIES
+from tests.test_lanes import global_steps, hosts
 
 NUM_RECORDS = 61
 OTHERS = st.fixed_dictionaries(
@@ -205,3 +206,20 @@ def test_costs_may_change_with_the_settings() -> None:
     iterator.set_state(old.get_state())
     packs += ids(iterator)
     assert sorted(record for pack in packs for record in pack) == list(range(NUM_RECORDS - 1))
+
+
+def test_lanes_change_at_the_same_step_on_any_number_of_hosts() -> None:
+    num_records = 101
+    old, new = {"lookahead": 4, "policy": "streaming"}, {"lookahead": 2, "policy": "windowed"}
+    before = hosts(4, num_records, **old)
+    steps = list(itertools.islice(global_steps(before), 5))
+    states = {lane: through_json(s) for host in before for lane, s in host.get_lane_states().items()}
+    rests = []
+    for num_hosts in (1, 2, 4):
+        after = hosts(num_hosts, num_records, on_changed_settings="finish_pool", **new)
+        for host in after:
+            host.set_lane_states(states)
+        rests.append(list(global_steps(after)))
+    assert rests[0] == rests[1] == rests[2]
+    records = [record for packs in steps + rests[0] for pack in packs for record in pack]
+    assert len(set(records)) == len(records) == num_records // 8 * 8
