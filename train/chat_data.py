@@ -182,7 +182,7 @@ def checked_records(
 
 
 def mixed_records(
-    parts: Sequence[Records], weights: Sequence[float], *, num_records: int, seed: int
+    parts: Sequence[Records | Sequence[Record]], weights: Sequence[float], *, num_records: int, seed: int
 ) -> grain.MapDataset[Record]:
     """Returns `num_records` records of several sources, interleaved by weight.
 
@@ -199,7 +199,7 @@ def mixed_records(
         ValueError: If weights and parts don't fit.
     """
     times_read([len(part) for part in parts], weights, num_records=num_records)
-    shuffled = [part.dataset().seed(seed + index).shuffle().repeat() for index, part in enumerate(parts)]
+    shuffled = [grain.MapDataset.source(part).seed(seed + index).shuffle().repeat() for index, part in enumerate(parts)]
     return grain.MapDataset.mix(shuffled, weights)[:num_records]
 
 

@@ -29,6 +29,11 @@ class CorpusConfig:
 
     Attributes:
         path: A JSONL file of pairs; default: the interpreter's own standard library.
+        chat_paths: Conversations instead: files, directories or patterns of JSONL, Parquet, ArrayRecord or saved
+            `datasets`, for a pretrained model with a chat template.
+        chat_weights: Their shares in training, one for each; default: all rows of all.
+        train_on: What of a conversation counts in the loss: the "assistant"'s messages, its "last" one, or "all".
+        on_bad_row: What happens to a row that can't be used: `stop`, after all such rows were named, or `skip`.
         tokenizer: A Hugging Face `tokenizer.json` or its directory; default: bytes.
         eos_token: The token that ends a response; default: what the tokenizer's configuration says.
         eval_share: Share of modules held out.
@@ -37,6 +42,10 @@ class CorpusConfig:
     """
 
     path: str | None = None
+    chat_paths: tuple[str, ...] = ()
+    chat_weights: tuple[float, ...] | None = None
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    on_bad_row: Literal["stop", "skip"] = "stop"
     tokenizer: str | None = None
     eos_token: str | None = None
     eval_share: float = EVAL_SHARE
@@ -47,6 +56,16 @@ class CorpusConfig:
         _check_least(self, "max_tokens", 2)
         if self.on_oversize not in ("error", "truncate", "drop"):
             raise ValueError(f"on_oversize must be 'error', 'truncate' or 'drop', got {self.on_oversize!r}")
+        if self.train_on not in ("assistant", "last", "all"):
+            raise ValueError(f"train_on must be 'assistant', 'last' or 'all', got {self.train_on!r}")
+        if self.on_bad_row not in ("stop", "skip"):
+            raise ValueError(f"on_bad_row must be 'stop' or 'skip', got {self.on_bad_row!r}")
+        if self.chat_paths and (self.path is not None or self.tokenizer is not None):
+            raise ValueError(
+                "corpus.chat_paths brings its own text, tokenized as the model says: drop path and tokenizer"
+            )
+        if self.chat_weights is not None and len(self.chat_weights) != len(self.chat_paths):
+            raise ValueError(f"want one of chat_weights {self.chat_weights} for each of chat_paths {self.chat_paths}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,6 +149,10 @@ class RuntimeConfig:
             with: an `error`, or `finish_pool`: what the pool holds comes out as it was planned, then the new ones
             start. The run has the new ones for good then.
         attention: The kernel; `auto` takes the fastest that the device and the layout allow (docs/attention.md).
+        memory_gib: What a device may take; default: what it has. A run that needs more is refused before it begins.
+        sample_prompts: Questions that a pretrained model answers at every evaluation, into `samples.jsonl`.
+        sample_tokens: Tokens of an answer, at most.
+        export: Write the trained model, or its adapters, for others to load, at the end of a pretrained model's run.
     """
 
     prefetch_steps: int = 2
@@ -142,11 +165,18 @@ class RuntimeConfig:
     on_late_compilation: Literal["warn", "error"] = "warn"
     on_changed_balance: OnChangedSettings = "error"
     attention: AttentionName = "auto"
+    memory_gib: float | None = None
+    sample_prompts: tuple[str, ...] = ()
+    sample_tokens: int = 128
+    export: bool = True
 
     def __post_init__(self) -> None:
         _check_least(self, "prefetch_steps", 0)
-        for name in ("eval_every", "checkpoint_every", "keep_checkpoints", "simulated_ranks", "simulated_steps"):
+        counts = ("eval_every", "checkpoint_every", "keep_checkpoints", "simulated_ranks", "simulated_steps")
+        for name in (*counts, "sample_tokens"):
             _check_least(self, name, 1)
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise ValueError(f"memory_gib must be positive, got {self.memory_gib!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,7 +187,10 @@ class TrainConfig:
         corpus: Text and how it becomes records.
         balance: How records become packs.
         layout: How packs become chunks. Its `pad_id` follows the tokenizer.
-        model: Dimensions. A `vocab_size` of 1 stands for the tokenizer's.
+        model: Dimensions. A `vocab_size` of 1 stands for the tokenizer's. Of a pretrained model's run only `lora` and
+            `remat` are looked at.
+        pretrained: A model to start from: a Hugging Face directory or a GGUF file. With `model.lora` it stays as it is
+            and adapters are trained.
         optimizer: How gradients become updates.
         runtime: What does not change the result.
         steps: Updates; default: as many as `epochs` fill.
@@ -179,6 +212,7 @@ class TrainConfig:
         default_factory=lambda: RowPackedLayout(length=1024, rows_per_chunk=2, heights=(1,))
     )
     model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(vocab_size=1))
+    pretrained: str | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     steps: int | None = None
@@ -199,6 +233,13 @@ class TrainConfig:
                 f"step 'spmd' needs packs of one shape, which {type(self.layout).__name__} does not give: use "
                 "RowPackedOneShapeLayout, or RowPackedLayout for a shape that follows from the data"
             )
+        if self.pretrained is None and (self.corpus.chat_paths or self.model.lora or self.runtime.sample_prompts):
+            raise ValueError(
+                "corpus.chat_paths, model.lora and runtime.sample_prompts need a pretrained model: set `pretrained` to "
+                "a Hugging Face directory or a GGUF file"
+            )
+        if self.pretrained is not None and not self.corpus.chat_paths:
+            raise ValueError("a pretrained model learns from conversations: set corpus.chat_paths")
         longest = max(length for _, length in self.layout.shapes)
         if self.corpus.max_tokens > longest:
             raise ValueError(
@@ -209,10 +250,10 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """Returns all that the result depends on, JSON-safe: two runs with the same are the same run.
 
-        Of a cost table what it holds counts, not where it lies: `prepare` adds that.
+        Of a cost table and a pretrained model what they hold counts, not where they lie: `prepare` adds that.
         """
         values = dataclasses.asdict(self)
-        del values["runtime"], values["balance"]["cost_table"]
+        del values["runtime"], values["balance"]["cost_table"], values["pretrained"]
         values["layout"]["kind"] = type(self.layout).__name__
         return values
 

@@ -103,7 +103,7 @@ def split_by_module(pairs: Iterable[Pair], *, eval_share: float = EVAL_SHARE) ->
     train: list[Pair] = []
     held_out: list[Pair] = []
     for pair in pairs:
-        (held_out if _hash_fraction(pair.module) < eval_share else train).append(pair)
+        (held_out if in_held_out_share(pair.module, eval_share) else train).append(pair)
     trained = {pair.response.strip() for pair in train}
     evaluation = tuple(pair for pair in held_out if pair.response.strip() not in trained)
     if not train or not evaluation:
@@ -139,6 +139,11 @@ def describe_sizes(sizes: Sequence[int]) -> str:
         + ", ".join(f"p{percent} {value:,.0f}" for percent, value in quantiles)
         + f", longest {values.max():,.0f}"
     )
+
+
+def in_held_out_share(name: str, eval_share: float) -> bool:
+    """Whether something of this name is held out: a function of the two alone, as in `split_by_module`."""
+    return _hash_fraction(name) < eval_share
 
 
 def _hash_fraction(name: str) -> float:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import grain
+import jax
 from absl import logging
 from tqdm import tqdm
 
@@ -31,15 +33,20 @@ from train.clock import StepClock, Watch
 from train.compiling import CompileCounter
 from train.config import fingerprint
 from train.data import Pack, balance_figures, eval_chunks, train_dataset
+from train.exporting import export
 from train.global_programs import Metrics
+from train.memory import check_memory, device_gib
 from train.metrics_log import MetricsLog
+from train.model import Params
 from train.notes import decode, note_of, pack_figures, time_figures
 from train.prepare import Prepared, Say
-from train.processes import agree
+from train.processes import agree, wait_for_all
 from train.program_memory import check_program_memory
 from train.programs import Programs, compile_programs
+from train.samples import compile_sampler
+from train.starting import first_state, frozen_params
 from train.state import TrainState
-from train.step import Chunk, evaluate, init_state, train_step
+from train.step import Chunk, evaluate, train_step
 from train.stopping import StopRequest
 from train.topology import deal, packs_per_step
 
@@ -85,6 +92,18 @@ def warm_up(prepared: Prepared, say: Say = print) -> Programs:
     Raises:
         ValueError: If it does not, or nothing can be compiled for these settings.
     """
+    device = jax.local_devices()[0]
+    budget_gib = prepared.config.runtime.memory_gib
+    if budget_gib is None and prepared.pretrained is not None:
+        budget_gib = device_gib(device)
+    if budget_gib is not None:
+        check_memory(
+            prepared.model,
+            prepared.lay_out.layout.shapes,
+            budget_gib=budget_gib,
+            platform=device.platform,
+            one_record_rows=prepared.one_record_rows,
+        )
     programs = compile_programs(
         prepared.model,
         prepared.optimizer,
@@ -134,7 +153,8 @@ def run_training(
         CheckpointError: If a checkpoint belongs to another run, or `init` can't be used.
     """
     config = prepared.config
-    state = init_state(programs, seed=config.seed)
+    state, frozen = first_state(prepared, programs), frozen_params(prepared, programs)
+    sampler = compile_sampler(prepared, programs)
     if init is not None:
         state = dataclasses.replace(state, params=load_params(init, programs.abstract_state.params))
         say(f"parameters from {init}")
@@ -164,9 +184,16 @@ def run_training(
             cleanup.callback(log.close)
         clock = cleanup.enter_context(StepClock(len(programs.local_devices)))
         counter, start = CompileCounter(), time.monotonic()
-        loop = _Loop(prepared, programs, iterator, checkpoints, log, clock, counter, say, telemetry)
+        write_samples = None if sampler is None else functools.partial(sampler.write, run_dir)
+        loop = _Loop(
+            prepared, programs, iterator, checkpoints, log, clock, counter, say, telemetry, frozen, write_samples
+        )
         with stop.listening():
-            step = loop.run(state, stop)
+            state, step = loop.run(state, stop)
+        if step == prepared.job.steps and prepared.pretrained is not None and config.runtime.export:
+            if topology.is_main:
+                say(f"exported: {export(prepared, state.params, run_dir)}")
+            wait_for_all("the model is exported")
         return Outcome(
             step=step,
             stopped_by=(stop.signal_name or "another process") if step < prepared.job.steps else None,
@@ -209,7 +236,11 @@ class _Loop:
         counter: CompileCounter,
         say: Say,
         telemetry: Mapping[int, bcl.Telemetry],
+        frozen: Params | None,
+        write_samples: Callable[[int, Params, Params | None], None] | None,
     ) -> None:
+        self._frozen = frozen
+        self._write_samples = write_samples
         self._prepared = prepared
         self._programs = programs
         self._iterator = iterator
@@ -227,8 +258,8 @@ class _Loop:
         self._asked_to_stop = False  # by any process's note
         self._progress: Any = None
 
-    def run(self, state: TrainState, stop: StopRequest) -> int:
-        """Makes the remaining updates; returns how many there are in all by then."""
+    def run(self, state: TrainState, stop: StopRequest) -> tuple[TrainState, int]:
+        """Makes the remaining updates; returns the state, and how many there are in all by then."""
         runtime, last = self._prepared.config.runtime, self._prepared.job.steps
         step = int(state.step)
         # Shown only on a terminal; a log file gets the evaluations' lines.
@@ -257,7 +288,7 @@ class _Loop:
                     self._restart_clocks()
                 if stopping:
                     break
-        return step
+        return state, step
 
     def _dispatch(self, state: TrainState, step: int, stop: StopRequest) -> tuple[TrainState, _Dispatched]:
         begin = time.monotonic()
@@ -267,7 +298,7 @@ class _Loop:
         notes = [note_of(own, stop=asked, **times) for own, times in zip(packs, self._times, strict=True)]
         self._times = [{}] * len(notes)
         chunks = [[chunk for pack in own for chunk in pack.chunks] for own in packs]
-        state, metrics = train_step(self._programs, state, chunks, None, notes, self._clock.dispatched)
+        state, metrics = train_step(self._programs, state, chunks, self._frozen, notes, self._clock.dispatched)
         watch = self._clock.watch(ready, metrics["loss"])
         return state, _Dispatched(step=step, metrics=metrics, data_seconds=ready - begin, watch=watch)
 
@@ -312,7 +343,7 @@ class _Loop:
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         begin = time.monotonic()
-        metrics = evaluate(self._programs, state.params, self._eval_packs)
+        metrics = evaluate(self._programs, state.params, self._eval_packs, self._frozen)
         values = {name: float(value) for name, value in metrics.items()}
         if step:
             self._write("balance", step, balance_figures(self._telemetry.values()))
@@ -323,6 +354,8 @@ class _Loop:
             line += f", training loss {mean:.4f} (mean since the last evaluation)"
         self._recent_losses.clear()
         self._say(line)
+        if self._write_samples is not None:
+            self._write_samples(step, state.params, self._frozen)
         self._check_compilations(step)
 
     def _check_compilations(self, step: int) -> None:

@@ -73,6 +73,11 @@ def _main(argv: Sequence[str]) -> int:
                 "--init starts a new run from another one's parameters, --resume goes on with a run: pass one"
             )
         config = override(load_config(_CONFIG.value), _SET.value)
+        if init is not None and config.pretrained is not None and config.model.lora is None:
+            raise ValueError(
+                f"the config starts from the model {config.pretrained!r}, --init from the parameters of another run: "
+                "leave one out"
+            )
         if _STEPS.value is not None:
             config = dataclasses.replace(config, steps=_STEPS.value)
         join(

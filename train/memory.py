@@ -10,7 +10,10 @@ has its scores in memory several times, quadratic in a row's length.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+
+import jax
 
 from bcl_grain.memory import GIB, MemoryModel
 from bcl_grain.models import ModelDims
@@ -22,6 +25,17 @@ _TRAINED_BYTES = 20  # parameter, accumulator, gradient, and two of Adam's, in f
 _CPU_SCORES = 6  # of one block, measured: scores, weights, their gradients
 
 _STEP_TOKENS = 128
+
+
+def device_gib(device: jax.Device) -> float | None:
+    """Returns a device's memory; None where nobody tells. A CPU's is the machine's."""
+    if device.platform == "cpu":
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        except (ValueError, OSError):
+            return None
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else limit / GIB
 
 
 def adapter_parameters(config: ModelConfig) -> int:

@@ -39,6 +39,7 @@ _NAMES = {
 }
 
 EMBEDDING, HEAD = _NAMES["embedding",], _NAMES["head", "kernel"]
+FINAL_NORM = _NAMES["norm", "scale"]
 
 
 @dataclasses.dataclass(frozen=True)

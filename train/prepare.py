@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,15 @@ from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.shapes import fit_shape
 from train.bigram import fit_bigram
+from train.chat import ChatFormat
+from train.chat_corpus import ChatCorpus, open_chat_format, read_chat_corpus
 from train.config import CorpusConfig, TrainConfig
 from train.corpus import Split, describe_sizes, load_pairs, split_by_module
 from train.data import Capped, JobSize, LayOut, cap_records, cost_prior, data_checksum, job_size
 from train.library import library_pairs
 from train.model import ModelConfig
+from train.parameter_names import FINAL_NORM
+from train.pretrained import Pretrained, open_pretrained
 from train.state import Optimizer, make_optimizer
 from train.tokenizers import ByteTokenizer, Record, Tokenizer, load_tokenizer, to_record
 from train.topology import Topology, packs_per_step, settle_lanes
@@ -43,6 +48,8 @@ class Prepared:
         train: Records to learn from.
         evaluation: Records of held-out modules.
         job: The run's size.
+        pretrained: The model to start from, opened; None for fresh parameters.
+        chat_format: Its tokenizer and chat template.
         bigram_loss: Eval loss, in nats a token, of the bigram model fitted to the training records.
         identity: All that the result depends on, JSON-safe.
     """
@@ -57,6 +64,8 @@ class Prepared:
     train: list[Record]
     evaluation: list[Record]
     job: JobSize
+    pretrained: Pretrained | None
+    chat_format: ChatFormat | None
     bigram_loss: float
     identity: dict[str, Any]
 
@@ -103,10 +112,18 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         ValueError: If an input is unreadable, or the settings don't fit the corpus; the message names the remedy.
     """
     config = dataclasses.replace(config, balance=settle_lanes(config.balance, topology))
-    tokenizer = _tokenizer(config.corpus)
-    split = _split(config.corpus, say)
-    train = _records(split.train, "training", tokenizer, config.corpus, say)
-    evaluation = _records(split.evaluation, "held-out", tokenizer, config.corpus, say)
+    pretrained = chat_format = None
+    if config.pretrained is None:
+        tokenizer = _tokenizer(config.corpus)
+        split = _split(config.corpus, say)
+        texts = [[to_record(pair, tokenizer) for pair in part] for part in (split.train, split.evaluation)]
+    else:
+        pretrained, chat_format = open_pretrained(config.pretrained), open_chat_format(config.pretrained)
+        tokenizer = chat_format.tokenizer
+        corpus = _conversations(config, chat_format, say)
+        texts = [corpus.train, corpus.evaluation]
+    train = _capped(texts[0], "training", config.corpus, say)
+    evaluation = _capped(texts[1], "held-out", config.corpus, say)
     job = job_size(
         len(train),
         pack_size=config.balance.pack_size,
@@ -114,14 +131,17 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         steps=config.steps,
         epochs=config.epochs,
     )
-    model = dataclasses.replace(config.model, vocab_size=_vocab_size(config.model.vocab_size, tokenizer))
+    model = _model(config, tokenizer, pretrained)
     layout: Layout = dataclasses.replace(_layout(config, train, topology), pad_id=tokenizer.pad_id)
     lay_out = LayOut(layout, _cost(config.balance.cost_table, model, layout))
-    identity = {
+    identity: dict[str, Any] = {
         "config": config.identity(),
         "data": {"train_checksum": data_checksum(train), "eval_checksum": data_checksum(evaluation)},
         "job": dataclasses.asdict(job),
     }
+    if pretrained is not None:
+        # A later training of the same model has other norms, too.
+        identity["pretrained"] = [dataclasses.asdict(model), zlib.crc32(pretrained.read(FINAL_NORM).tobytes())]
     if isinstance(lay_out.cost, TableCost):
         identity["cost"] = dataclasses.asdict(lay_out.cost)
     return Prepared(
@@ -135,6 +155,8 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         train=train,
         evaluation=evaluation,
         job=job,
+        pretrained=pretrained,
+        chat_format=chat_format,
         bigram_loss=fit_bigram(train, model.vocab_size).nats_per_token(evaluation),
         identity=json.loads(json.dumps(identity)),
     )
@@ -198,12 +220,37 @@ def _split(corpus: CorpusConfig, say: Say) -> Split:
     return split
 
 
-def _records(pairs: Sequence[Any], part: str, tokenizer: Tokenizer, corpus: CorpusConfig, say: Say) -> list[Record]:
-    records = [to_record(pair, tokenizer) for pair in pairs]
+def _conversations(config: TrainConfig, chat_format: ChatFormat, say: Say) -> ChatCorpus:
+    corpus = config.corpus
+    return read_chat_corpus(
+        corpus.chat_paths,
+        corpus.chat_weights,
+        chat_format,
+        train_on=corpus.train_on,
+        on_bad_row=corpus.on_bad_row,
+        eval_share=corpus.eval_share,
+        seed=config.seed,
+        say=say,
+    )
+
+
+def _capped(records: list[Record], part: str, corpus: CorpusConfig, say: Say) -> list[Record]:
     say(f"{part}: {describe_sizes([len(record['tokens']) for record in records])} (tokens)")
     capped: Capped = cap_records(records, max_tokens=corpus.max_tokens, on_oversize=corpus.on_oversize)
     say(f"{part}, capped at {corpus.max_tokens} ({corpus.on_oversize}): {capped.describe()}")
     return capped.records
+
+
+def _model(config: TrainConfig, tokenizer: Tokenizer, pretrained: Pretrained | None) -> ModelConfig:
+    if pretrained is None:
+        return dataclasses.replace(config.model, vocab_size=_vocab_size(config.model.vocab_size, tokenizer))
+    model = dataclasses.replace(pretrained.config, lora=config.model.lora, remat=config.model.remat)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {config.pretrained!r} has {tokenizer.vocab_size} tokens, the model {model.vocab_size}: "
+            "they don't belong together"
+        )
+    return model
 
 
 def _vocab_size(asked: int, tokenizer: Tokenizer) -> int:

@@ -1,0 +1,28 @@
+"""Where a run starts: fresh parameters, or a model's that others trained; what of them is trained and what is not."""
+
+from __future__ import annotations
+
+from train.lora import FROZEN_DTYPE
+from train.model import Params
+from train.prepare import Prepared
+from train.pretrained import load_params
+from train.programs import Programs, shardings
+from train.state import TrainState
+from train.step import begin_with, init_state
+
+
+def first_state(prepared: Prepared, programs: Programs) -> TrainState:
+    """Returns the state before the first update: of the model's parameters, or of fresh ones or fresh adapters."""
+    if prepared.pretrained is None or prepared.model.lora is not None:
+        return init_state(programs, seed=prepared.config.seed)
+    everywhere, _ = shardings(programs.mesh)
+    return begin_with(programs, load_params(prepared.pretrained, sharding=everywhere))
+
+
+def frozen_params(prepared: Prepared, programs: Programs) -> Params | None:
+    """Returns the parameters beside the adapters, None if there are no adapters."""
+    if programs.abstract_frozen is None:
+        return None
+    assert prepared.pretrained is not None  # adapters of a model that nobody trained are refused by the config
+    everywhere, _ = shardings(programs.mesh)
+    return load_params(prepared.pretrained, dtype=FROZEN_DTYPE, sharding=everywhere)
