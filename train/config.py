@@ -191,6 +191,7 @@ class TrainConfig:
             `remat` are looked at.
         pretrained: A model to start from: a Hugging Face directory or a GGUF file. With `model.lora` it stays as it is
             and adapters are trained.
+        adapters: Adapters to start from, a directory in PEFT's format; default: fresh ones.
         optimizer: How gradients become updates.
         runtime: What does not change the result.
         steps: Updates; default: as many as `epochs` fill.
@@ -213,6 +214,7 @@ class TrainConfig:
     )
     model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(vocab_size=1))
     pretrained: str | None = None
+    adapters: str | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     steps: int | None = None
@@ -238,6 +240,8 @@ class TrainConfig:
                 "corpus.chat_paths, model.lora and runtime.sample_prompts need a pretrained model: set `pretrained` to "
                 "a Hugging Face directory or a GGUF file"
             )
+        if self.adapters is not None and self.model.lora is None:
+            raise ValueError(f"adapters {self.adapters!r} are trained on as adapters: set model.lora as they were made")
         if self.pretrained is not None and not self.corpus.chat_paths:
             raise ValueError("a pretrained model learns from conversations: set corpus.chat_paths")
         longest = max(length for _, length in self.layout.shapes)
@@ -250,10 +254,10 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """Returns all that the result depends on, JSON-safe: two runs with the same are the same run.
 
-        Of a cost table and a pretrained model what they hold counts, not where they lie: `prepare` adds that.
+        Of a cost table, a model and adapters what they hold counts, not where they lie: `prepare` adds that.
         """
         values = dataclasses.asdict(self)
-        del values["runtime"], values["balance"]["cost_table"], values["pretrained"]
+        del values["runtime"], values["balance"]["cost_table"], values["pretrained"], values["adapters"]
         values["layout"]["kind"] = type(self.layout).__name__
         return values
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from train.data import Capped, JobSize, LayOut, cap_records, cost_prior, data_ch
 from train.library import library_pairs
 from train.model import ModelConfig
 from train.parameter_names import FINAL_NORM
+from train.peft_adapters import WEIGHTS_FILE, read_lora_config
 from train.pretrained import Pretrained, open_pretrained
 from train.state import Optimizer, make_optimizer
 from train.tokenizers import ByteTokenizer, Record, Tokenizer, load_tokenizer, to_record
@@ -142,6 +144,8 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     if pretrained is not None:
         # A later training of the same model has other norms, too.
         identity["pretrained"] = [dataclasses.asdict(model), zlib.crc32(pretrained.read(FINAL_NORM).tobytes())]
+        if config.adapters is not None:
+            identity["adapters"] = zlib.crc32(Path(config.adapters, WEIGHTS_FILE).read_bytes())
     if isinstance(lay_out.cost, TableCost):
         identity["cost"] = dataclasses.asdict(lay_out.cost)
     return Prepared(
@@ -242,6 +246,8 @@ def _capped(records: list[Record], part: str, corpus: CorpusConfig, say: Say) ->
 
 
 def _model(config: TrainConfig, tokenizer: Tokenizer, pretrained: Pretrained | None) -> ModelConfig:
+    if config.adapters is not None and (made := read_lora_config(config.adapters)) != config.model.lora:
+        raise ValueError(f"the adapters {config.adapters!r} were made with {made}, model.lora is {config.model.lora}")
     if pretrained is None:
         return dataclasses.replace(config.model, vocab_size=_vocab_size(config.model.vocab_size, tokenizer))
     model = dataclasses.replace(pretrained.config, lora=config.model.lora, remat=config.model.remat)

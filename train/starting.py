@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import jax
+
 from train.lora import FROZEN_DTYPE
 from train.model import Params
+from train.peft_adapters import load_adapters
 from train.prepare import Prepared
 from train.pretrained import load_params
 from train.programs import Programs, shardings
@@ -13,9 +16,11 @@ from train.step import begin_with, init_state
 
 def first_state(prepared: Prepared, programs: Programs) -> TrainState:
     """Returns the state before the first update: of the model's parameters, or of fresh ones or fresh adapters."""
+    everywhere, _ = shardings(programs.mesh)
+    if prepared.config.adapters is not None:
+        return begin_with(programs, jax.device_put(load_adapters(prepared.config.adapters, prepared.model), everywhere))
     if prepared.pretrained is None or prepared.model.lora is not None:
         return init_state(programs, seed=prepared.config.seed)
-    everywhere, _ = shardings(programs.mesh)
     return begin_with(programs, load_params(prepared.pretrained, sharding=everywhere))
 
 

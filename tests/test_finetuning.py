@@ -1,0 +1,213 @@
+"""A pretrained model and conversations in, a model directory or adapters out: the whole command, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import train.main as command
+from tests.chat_formats import CHATML_TOOLS, chat_format
+from tests.hf_families import FAMILIES, random_tensors, write_model
+from train.loop import warm_up
+from train.metrics_log import read_events
+from train.prepare import Prepared, Say
+from train.programs import Programs
+from train.samples import SAMPLES_FILE
+from train.tokenizer_files import tokenizer_files
+
+CONFIG = """
+from bcl_grain.layouts import RowPackedLayout
+from train.config import BalanceConfig, CorpusConfig, OptimizerConfig, RuntimeConfig, TrainConfig
+from train.lora import LoraConfig
+from train.model import ModelConfig
+
+def get_config():
+    return TrainConfig(
+        pretrained={model!r},
+        corpus=CorpusConfig(chat_paths=({data!r},), eval_share=0.2, max_tokens=192),
+        balance=BalanceConfig(pack_size=4, lookahead=3),
+        layout=RowPackedLayout(length=192, rows_per_chunk=1),
+        model=ModelConfig(vocab_size=1, lora={lora}),
+        optimizer=OptimizerConfig(warmup_steps=1, learning_rate=1e-2),
+        runtime=RuntimeConfig(
+            on_late_compilation="error", eval_every=4, checkpoint_every=2, simulated_ranks=2, simulated_steps=4,
+            sample_prompts=("hello", "what is it?"), sample_tokens=8,
+        ),
+        steps=6,
+    )
+"""
+_COMPILED: dict[Any, Programs] = {}
+LORA = 'LoraConfig(rank=2, alpha=4.0, targets=("query", "down"))'
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags() -> Iterator[None]:
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of the same model and layout share their programs."""
+
+    def once(prepared: Prepared, say: Say) -> Programs:
+        key = prepared.model, prepared.lay_out.layout.shapes, prepared.config.runtime.memory_gib
+        if key not in _COMPILED:
+            _COMPILED[key] = warm_up(prepared, say)
+        return _COMPILED[key]
+
+    monkeypatch.setattr(command, "warm_up", once)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    form = chat_format(CHATML_TOOLS)
+    config = {**FAMILIES["smollm2"], "vocab_size": form.tokenizer.vocab_size}
+    directory = write_model(tmp_path / "pretrained", config, random_tensors(config))
+    for name, text in tokenizer_files(form).items():
+        (directory / name).write_text(text)
+    return directory
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(60):
+        turns = []
+        for turn in range(int(rng.integers(1, 3))):
+            turns.append({"role": "user", "content": f"question {i} {turn}"})
+            turns.append({"role": "assistant", "content": "hello the " * int(rng.integers(1, 6))})
+        rows.append(json.dumps({"messages": turns}))
+    path = tmp_path / "talk.jsonl"
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def run(tmp_path: Path, model: Path, data: Path, *assignments: str, lora: str = "None", **given: Any) -> int:
+    config = tmp_path / "tune.py"
+    config.write_text(CONFIG.format(model=str(model), data=str(data), lora=lora))
+    with flagsaver.flagsaver(config=str(config), set=list(assignments), compile_cache="", **given):
+        return command.main(["train.main"])
+
+
+def eval_losses(run_dir: Path) -> list[float]:
+    return [event["loss"] for event in read_events(run_dir) if event["kind"] == "eval"]
+
+
+def test_a_model_directory_comes_out_that_has_the_losses_of_the_run(tmp_path: Path, model: Path, data: Path) -> None:
+    assert run(tmp_path, model, data, run_dir=str(tmp_path / "first")) == 0
+    first = eval_losses(tmp_path / "first")
+    assert first[-1] < first[0] - 0.1
+    exported = tmp_path / "first" / "model"
+    assert {path.name for path in exported.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert run(tmp_path, exported, data, run_dir=str(tmp_path / "second")) == 0
+    assert eval_losses(tmp_path / "second")[0] == pytest.approx(first[-1], abs=1e-6)
+
+
+def test_adapters_come_out_that_have_the_losses_of_the_run(tmp_path: Path, model: Path, data: Path) -> None:
+    assert run(tmp_path, model, data, lora=LORA, run_dir=str(tmp_path / "first")) == 0
+    first = eval_losses(tmp_path / "first")
+    assert first[-1] < first[0] - 0.05
+    adapters = tmp_path / "first" / "adapters"
+    assert {path.name for path in adapters.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    second = tmp_path / "second"
+    assert run(tmp_path, model, data, f"adapters={adapters}", lora=LORA, run_dir=str(second)) == 0
+    assert eval_losses(second)[0] == pytest.approx(first[-1], abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", ["None", LORA])
+def test_a_run_that_was_cut_short_goes_on_bit_for_bit(tmp_path: Path, model: Path, data: Path, lora: str) -> None:
+    """Cut after 4 of 6 steps: the last checkpoint and all that a longer run adds are taken away."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for run_dir in (whole, cut):
+        assert run(tmp_path, model, data, lora=lora, run_dir=str(run_dir)) == 0
+    for path in sorted((cut / "checkpoints").glob("6*"), reverse=True):
+        for file in sorted(path.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        path.rmdir()
+    assert run(tmp_path, model, data, lora=lora, run_dir=str(cut), resume=True) == 0
+    assert eval_losses(cut)[-1] == eval_losses(whole)[-1]
+
+
+def test_samples_are_written_at_every_evaluation(tmp_path: Path, model: Path, data: Path) -> None:
+    assert run(tmp_path, model, data, lora=LORA, run_dir=str(tmp_path / "run")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / SAMPLES_FILE).read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [
+        (step, prompt) for step in (0, 4, 6) for prompt in ("hello", "what is it?")
+    ]
+    assert all(isinstance(line["answer"], str) for line in lines)
+
+
+BROKEN = [
+    '{"messages": [{"role": "user", "content": "hi"}]}',
+    '{"messages": [',
+    '{"prompt": "a", "response": ""}',
+    '{"chosen": "a", "rejected": "b"}',
+    '{"messages": [{"role": "user", "content": 7}, {"role": "assistant", "content": "x"}]}',
+    '{"messages": [{"role": "assistant", "content": "a\\u0000b"}',
+    '"' + "x" * 5_000_000 + '"',
+    '{"prompt": "a\0", "response": "b"}',
+]
+
+
+def test_broken_rows_are_reported_together(tmp_path: Path, model: Path, data: Path, capsys: Any) -> None:
+    data.write_text("\ufeff" + data.read_text().replace("\n", "\r\n") + "\n".join(BROKEN) + "\n", newline="")
+    assert run(tmp_path, model, data, run_dir=str(tmp_path / "run")) == 2
+    error = capsys.readouterr().err
+    assert f"60 of {60 + len(BROKEN)} rows can be used" in error
+    for line in range(61, 61 + len(BROKEN)):
+        assert f"talk.jsonl, line {line}: " in error
+    assert "set corpus.on_bad_row=skip to leave them out" in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+    assert run(tmp_path, model, data, "corpus.on_bad_row=skip", "steps=2", run_dir=str(tmp_path / "run")) == 0
+    assert f"60 of {60 + len(BROKEN)} rows can be used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("pretrained=nowhere", "'nowhere' is not a model: give a Hugging Face directory"),
+        ('corpus.chat_paths=["nowhere.jsonl"]', "there is no file 'nowhere.jsonl'"),
+        ("corpus.chat_paths=[]", "set corpus.chat_paths"),
+        ("corpus.chat_weights=[1.0, 2.0]", "want one of chat_weights"),
+        ("corpus.train_on=user", "corpus.train_on=user"),
+        ("corpus.max_tokens=8", "above"),
+        ("runtime.memory_gib=0.001", "no row fits: train adapters alone"),
+        ("runtime.memory_gib=-1.0", "memory_gib must be positive, got -1.0"),
+        ("adapters=nowhere", "set model.lora as they were made"),
+        ("corpus.path=pairs.jsonl", "drop path and tokenizer"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    assignment: str, message: str, tmp_path: Path, model: Path, data: Path, capsys: Any
+) -> None:
+    assert run(tmp_path, model, data, assignment, run_dir=str(tmp_path / "run")) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_starts_are_refused(tmp_path: Path, model: Path, data: Path, capsys: Any) -> None:
+    assert run(tmp_path, model, data, run_dir=str(tmp_path / "run"), init=str(tmp_path)) == 2
+    assert "--init from the parameters of another run: leave one out" in capsys.readouterr().err
+
+
+def test_a_mixture_has_the_shares_asked_for(tmp_path: Path, model: Path, data: Path, capsys: Any) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(f'{{"prompt": "p{i}", "response": "r{i}"}}\n' for i in range(20)))
+    paths = json.dumps([str(data), str(other)])
+    arguments = (f"corpus.chat_paths={paths}", "corpus.chat_weights=[1.0, 1.0]", "steps=2")
+    assert run(tmp_path, model, data, *arguments, run_dir=str(tmp_path / "run")) == 0
+    output = capsys.readouterr().out
+    assert "talk.jsonl is read 0." in output
+    assert "other.jsonl is read" in output
