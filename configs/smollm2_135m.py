@@ -6,6 +6,8 @@ Data:     GSM8K's problems as JSON Lines of "prompt" and "response", at data/gsm
 Command:  python -m train.main --config=configs/smollm2_135m.py
           (elsewhere: --set=pretrained=FILE --set='corpus.chat_paths=["FILE"]')
 Hardware: 2 CPU cores, no GPU.
+Time:     7 s a step on a machine that other work shared.
+Result:   eval loss, in nats an answer's token, on 56 held-out problems: 1.298 -> 1.008 after the first 4 steps.
 """
 
 from bcl_grain.layouts import RowPackedLayout
