@@ -61,7 +61,7 @@ def make_tokenizer(texts: pathlib.Path, directory: pathlib.Path) -> dict[str, st
     return {"tokenizer": str(directory / "tokenizer.json"), "eos_token": "<eos>"}
 
 
-def config_of(name: str, corpus: dict[str, str], *, steps: int, constant: bool) -> TrainConfig:
+def config_of(name: str, corpus: dict[str, Any], *, steps: int, constant: bool) -> TrainConfig:
     """Returns a run of a small model; policy and seed are an arm's business."""
     return TrainConfig(
         corpus=CorpusConfig(max_tokens=CAPS[name], on_oversize="truncate", eval_share=0.08, **corpus),
@@ -139,7 +139,7 @@ def paired(losses: FloatArray, baseline: FloatArray) -> dict[str, float]:
     return {"mean": float(difference.mean()), "half_width": half}
 
 
-def study(name: str, corpus: dict[str, str], *, steps: int, seeds: int) -> dict[str, Any]:
+def study(name: str, corpus: dict[str, Any], *, steps: int, seeds: int) -> dict[str, Any]:
     """Trains all arms on one corpus, seed by seed, and prints the table."""
     runs: dict[str, list[dict[str, Any]]] = {}
     topology = Topology(process_index=0, process_count=1, local_devices=1)
@@ -185,7 +185,7 @@ def main() -> None:
         "job": {"ranks": RANKS, "pack_size": PACK_SIZE, "lookahead": LOOKAHEAD, "steps": steps, "seeds": seeds}
     }
     with tempfile.TemporaryDirectory() as directory:
-        corpora: dict[str, dict[str, str]] = {"standard library": {}}
+        corpora: dict[str, dict[str, Any]] = {"standard library": {}}
         if MEDQUAD.exists():
             corpora["medquad"] = {"path": str(MEDQUAD), **make_tokenizer(MEDQUAD, pathlib.Path(directory))}
         else:
