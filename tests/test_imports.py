@@ -45,11 +45,12 @@ CORE: dict[str, set[str]] = {
     "saved_state": {"planner_config", "pool_state"},
     "telemetry": {"planner"},
     "simulate": {"baselines", "costs", "layouts", "metrics", "planner"},
-    "dataset": {"capacity", "checks", "cost_prior", "costs", "planner", "planner_config", "saved_state", "telemetry"},
+    "pack_iterator": {"capacity", "costs", "planner", "saved_state", "telemetry"},
+    "dataset": {"capacity", "checks", "cost_prior", "costs", "pack_iterator", "planner", "planner_config", "telemetry"},
     "lanes": {"checks", "planner_config"},
     "lane_files": {"lanes"},
 }
-USES_GRAIN = {"caps", "dataset", "lanes"}  # of the core; all else there is standard library and NumPy
+USES_GRAIN = {"caps", "dataset", "lanes", "pack_iterator"}  # of the core; all else there is standard library and NumPy
 PUBLIC = {
     "caps",
     "cost_prior",
