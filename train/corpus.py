@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+
+from train.jsonl import index_lines
 
 EVAL_SHARE = 0.1
 """Share of modules held out by default: 24 of the 287 modules of Python 3.11 that have pairs, with 192 pairs."""
@@ -63,24 +64,14 @@ def load_pairs(
         ValueError: At the first line that is not such an object, naming the file, the line and what is wrong; or if
             the file can't be read or holds no record.
     """
-    name = os.fspath(path)
-    try:
-        content = pathlib.Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"can't read {name!r}: {error.strerror or error}; give a JSONL file of pairs") from error
+    rows, name = index_lines(path), pathlib.Path(path).name
     pairs = []
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for i in range(len(rows)):
         try:
-            prompt, response = _fields(line, prompt_key, response_key)
+            prompt, response = _fields(rows[i], prompt_key, response_key)
         except ValueError as error:
-            raise ValueError(f"{name}, line {number}: {error}") from error
-        pairs.append(Pair(prompt, response, f"{pathlib.Path(path).name}:{number}"))
-    if not pairs:
-        raise ValueError(
-            f"{name!r} holds no record; give one JSON object a line, with the keys {prompt_key!r} and {response_key!r}"
-        )
+            raise ValueError(f"{rows.place(i)}: {error}") from error
+        pairs.append(Pair(prompt, response, f"{name}:{rows.line(i)}"))
     return tuple(pairs)
 
 
@@ -151,15 +142,7 @@ def _hash_fraction(name: str) -> float:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def _fields(line: bytes, prompt_key: str, response_key: str) -> tuple[str, str]:
-    try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON ({error}); write one JSON object a line") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"want a JSON object with {prompt_key!r} and {response_key!r}, got a {type(record).__name__}")
+def _fields(record: dict[str, Any], prompt_key: str, response_key: str) -> tuple[str, str]:
     prompt, response = (_text(record, key) for key in (prompt_key, response_key))
     if not response.strip():
         raise ValueError(f"{response_key!r} is empty: there is nothing to learn; fill or remove the record")

@@ -109,11 +109,14 @@ class JsonLines:
             raise _too_long(end - start, self.max_line_bytes)
         return parse_object(text, max_bytes=self.max_line_bytes)
 
+    def line(self, index: int) -> int:
+        """Returns the number of a row's line, from 1."""
+        rows_before_blank = self.blank_lines - np.arange(1, len(self.blank_lines) + 1)
+        return index + 1 + int(np.searchsorted(rows_before_blank, index, side="right"))
+
     def place(self, index: int) -> str:
         """Returns file and line in words."""
-        rows_before_blank = self.blank_lines - np.arange(1, len(self.blank_lines) + 1)
-        line = index + 1 + int(np.searchsorted(rows_before_blank, index, side="right"))
-        return f"{self.file.path}, line {line}"
+        return f"{self.file.path}, line {self.line(index)}"
 
 
 def index_lines(path: str | os.PathLike[str], *, max_line_bytes: int = MAX_LINE_BYTES) -> JsonLines:
