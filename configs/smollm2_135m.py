@@ -7,8 +7,8 @@ Command:  python -m train.main --config=configs/smollm2_135m.py
           (elsewhere: --set=pretrained=FILE --set='corpus.chat_paths=["FILE"]')
 Hardware: 2 CPU cores, no GPU.
 Time:     16 minutes on a machine that other work shared, 7 to 9 s a step (Python 3.11, JAX 0.10.2).
-Result:   eval loss, in nats an answer's token, on 56 held-out problems: 1.298 -> 0.766 -> 0.721 -> 0.703 after 0, 30, 60
-          and 90 steps; token accuracy 0.812; 0 compilations after warm-up (docs/results/finetuning.md).
+Result:   eval loss, in nats an answer's token, on 56 held-out problems: 1.298 -> 0.766 -> 0.721 -> 0.703 after 0, 30,
+          60 and 90 steps; token accuracy 0.812; 0 compilations after warm-up (docs/results/finetuning.md).
 """
 
 from bcl_grain.layouts import RowPackedLayout
