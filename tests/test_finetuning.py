@@ -15,6 +15,7 @@ from absl.testing import flagsaver
 import train.main as command
 from tests.chat_formats import CHATML_TOOLS, chat_format
 from tests.hf_families import FAMILIES, random_tensors, write_model
+from train.ask import answer
 from train.loop import warm_up
 from train.metrics_log import read_events
 from train.prepare import Prepared, Say
@@ -211,3 +212,15 @@ def test_a_mixture_has_the_shares_asked_for(tmp_path: Path, model: Path, data: P
     output = capsys.readouterr().out
     assert "talk.jsonl is read 0." in output
     assert "other.jsonl is read" in output
+
+
+def test_a_model_is_asked_with_and_without_adapters(tmp_path: Path, model: Path, data: Path) -> None:
+    """The adapters' answer is the one that the run itself wrote down at its end."""
+    assert run(tmp_path, model, data, lora=LORA, run_dir=str(tmp_path / "run")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / SAMPLES_FILE).read_text().splitlines()]
+    adapters = str(tmp_path / "run" / "adapters")
+    for line in lines[-2:]:
+        assert answer(str(model), line["prompt"], adapters=adapters, max_tokens=8) == line["answer"]
+    assert answer(str(model), "hello", max_tokens=8) == lines[0]["answer"]
+    with pytest.raises(ValueError, match="'nowhere' is not a model"):
+        answer("nowhere", "hello", max_tokens=8)
