@@ -60,7 +60,8 @@ def pack_columns(pack: Sequence[Record], size_feature: str) -> dict[str, Column]
     for i, record in enumerate(pack):
         if size_feature not in record:
             raise ValueError(
-                f"record {i} of the pack has no feature {size_feature!r}, only {sorted(record)}: pass size_feature="
+                f"record {i} of the pack has no feature {size_feature!r}, only {sorted(record)}: pass size_feature= to "
+                "the layout"
             )
         if record.keys() != names:
             raise ValueError(

@@ -316,8 +316,12 @@ def checked_cost(cost_fn: CostFn, record: object, position: int) -> float:
         raise ValueError(f"cost_fn raised on record {position} of the stream: {error!r}") from error
     try:
         cost = float(value)
-    except (TypeError, ValueError, OverflowError):
-        cost = math.nan
+    except OverflowError:
+        cost = math.inf
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"cost of record {position} of the stream is {value!r}, but a cost must be one number: mend what cost_fn returns"
+        ) from None
     if not (math.isfinite(cost) and cost > 0):
         raise ValueError(
             f"cost of record {position} of the stream is {value!r}, but a cost must be positive and finite: "

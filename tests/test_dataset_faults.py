@@ -166,7 +166,7 @@ def test_a_source_that_shrank_is_told_apart_from_the_end() -> None:
         (float("inf"), "cost of record 9 of the stream is inf, but a cost must be positive and finite"),
         (0, "cost of record 9 of the stream is 0, but a cost must be positive and finite"),
         (-2.5, "cost of record 9 of the stream is -2.5, but a cost must be positive and finite"),
-        (None, "cost of record 9 of the stream is None, but a cost must be positive and finite"),
+        (None, "cost of record 9 of the stream is None, but a cost must be one number: mend what cost_fn returns"),
         (OSError("no tokens"), r"cost_fn raised on record 9 of the stream: OSError\('no tokens'\)"),
     ],
 )
