@@ -17,7 +17,7 @@ from train.chat import chat_prompt
 from train.chat_corpus import open_chat_format
 from train.conversations import conversation
 from train.generate import compile_generator
-from train.lora import join_params
+from train.lora import FROZEN_DTYPE, join_params
 from train.peft_adapters import load_adapters, read_lora_config
 from train.pretrained import load_params, open_pretrained
 
@@ -41,10 +41,14 @@ def answer(model: str, prompt: str, *, system: str | None = None, adapters: str 
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     ids = chat_prompt(conversation({"messages": [*messages]}), chat_format)
-    config, params = pretrained.config, load_params(pretrained)
-    if adapters is not None:
+    config = pretrained.config
+    if adapters is None:
+        params = load_params(pretrained)
+    else:
         config = dataclasses.replace(config, lora=read_lora_config(adapters))
-        params = join_params(load_adapters(adapters, config), params)
+        # The run that made them had the model so; with more digits its answers could be others.
+        frozen = load_params(pretrained, dtype=FROZEN_DTYPE)
+        params = join_params(load_adapters(adapters, config), frozen)
     generator = compile_generator(
         config,
         jax.eval_shape(lambda: params),
