@@ -320,7 +320,8 @@ def checked_cost(cost_fn: CostFn, record: object, position: int) -> float:
         cost = math.inf
     except (TypeError, ValueError):
         raise ValueError(
-            f"cost of record {position} of the stream is {value!r}, but a cost must be one number: mend what cost_fn returns"
+            f"cost of record {position} of the stream is {value!r}, but a cost must be one number: mend what cost_fn "
+            "returns"
         ) from None
     if not (math.isfinite(cost) and cost > 0):
         raise ValueError(

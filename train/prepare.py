@@ -240,7 +240,15 @@ def _conversations(config: TrainConfig, chat_format: ChatFormat, say: Say) -> Ch
 
 def _capped(records: list[Record], part: str, corpus: CorpusConfig, say: Say) -> list[Record]:
     say(f"{part}: {describe_sizes([len(record['tokens']) for record in records])} (tokens)")
-    capped: Capped = cap_records(records, max_tokens=corpus.max_tokens, on_oversize=corpus.on_oversize)
+    try:
+        capped: Capped = cap_records(records, max_tokens=corpus.max_tokens, on_oversize=corpus.on_oversize)
+    except ValueError as error:
+        if corpus.on_oversize != "error":
+            raise
+        raise ValueError(
+            f"{part}: {str(error).split(': raise max_size')[0]}: raise corpus.max_tokens, and the layout's rows, "
+            "or set corpus.on_oversize to truncate or drop"
+        ) from error
     say(f"{part}, capped at {corpus.max_tokens} ({corpus.on_oversize}): {capped.describe()}")
     return capped.records
 
