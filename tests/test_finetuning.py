@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,15 @@ from absl import flags
 from absl.testing import flagsaver
 
 import train.main as command
+from bcl_grain.memory import GIB
 from tests.chat_formats import CHATML_TOOLS, chat_format
 from tests.hf_families import FAMILIES, random_tensors, write_model
 from train.ask import answer
 from train.loop import warm_up
+from train.memory import peak_bytes
 from train.metrics_log import read_events
 from train.prepare import Prepared, Say
+from train.pretrained import open_pretrained
 from train.programs import Programs
 from train.samples import SAMPLES_FILE
 from train.tokenizer_files import tokenizer_files
@@ -196,6 +201,21 @@ def test_what_does_not_fit_is_refused(
     assert run(tmp_path, model, data, assignment, run_dir=str(tmp_path / "run")) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_does_not_fit_trains_at_the_cap_that_is_named(
+    tmp_path: Path, model: Path, data: Path, capsys: Any
+) -> None:
+    config = dataclasses.replace(open_pretrained(str(model)).config, remat=True)
+    small, large = (peak_bytes(config, 1, length, platform="cpu") / GIB for length in (128, 192))
+    limit = f"runtime.memory_gib={(small + large) / 2 / 0.9}"
+    settings = ["model.remat=True", "corpus.on_oversize=drop", limit]
+    assert run(tmp_path, model, data, *settings, run_dir=str(tmp_path / "refused")) == 2
+    (cap,) = re.findall(r"cap records at (\d+) tokens", capsys.readouterr().err)
+    assert cap == "128"
+    settings += [f"corpus.max_tokens={cap}", f"layout.length={cap}"]
+    assert run(tmp_path, model, data, *settings, run_dir=str(tmp_path / "capped")) == 0
+    assert eval_losses(tmp_path / "capped")
 
 
 def test_two_starts_are_refused(tmp_path: Path, model: Path, data: Path, capsys: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from typing import Any
 
@@ -10,6 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+from tests.chat_formats import smollm2_path, text_data
+from train.chat import chat_record
+from train.conversations import conversation
+from train.gguf_tokenizer import gguf_chat_format
 from train.lora import LoraConfig, split_params
 from train.memory import adapter_parameters, check_memory, peak_bytes, state_bytes
 from train.model import ModelConfig, init_params
@@ -59,6 +64,23 @@ def test_what_fits_passes_and_the_cap_that_is_named_fits() -> None:
     with pytest.raises(ValueError, match="no row fits: train adapters alone"):
         check_memory(LLAMA_8B, [(1, 128)], budget_gib=141)
     check_memory(dataclasses.replace(LLAMA_8B, lora=LoraConfig(), remat=True), [(1, 8192)], budget_gib=141)
+
+
+def test_long_real_records_fit_with_remat_or_have_a_cap() -> None:
+    """Meetings of up to 28,000 tokens: rows of 16,384 fit 16 GiB on a CPU with remat alone; 8 GiB name a cap."""
+    form = gguf_chat_format(smollm2_path())
+    rows = [json.loads(line) for line in text_data("qmsum_long.jsonl").read_text(encoding="utf-8").splitlines()]
+    lengths = np.array([len(chat_record(conversation(row), form)["tokens"]) for row in rows])
+    assert 13_000 < lengths.mean() < 16_384 < lengths.max()
+    remat = dataclasses.replace(SMOLLM2, remat=True)
+    check_memory(remat, [(1, 16_384)], budget_gib=16, platform="cpu")
+    with pytest.raises(ValueError, match=r"set model\.remat"):
+        check_memory(SMOLLM2, [(1, 16_384)], budget_gib=16, platform="cpu")
+    with pytest.raises(ValueError, match=r"cap records at \d+ tokens") as raised:
+        check_memory(remat, [(1, 16_384)], budget_gib=8, platform="cpu")
+    cap = int(re.search(r"cap records at (\d+) tokens", str(raised.value)).group(1))  # type: ignore[union-attr]
+    check_memory(remat, [(1, cap)], budget_gib=8, platform="cpu")
+    assert np.any(lengths <= cap)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
