@@ -21,16 +21,9 @@ from bcl_grain.planner import PlannerConfig
 from bcl_grain.shapes import fit_rows
 from bcl_grain.simulate import chunks_cost, pack_costs, plan_stream
 from benchmarks.result import write_result
-from benchmarks.streaming import CORPORA, COST, LENGTHS, RANKS, exact_prior
+from benchmarks.streaming import CORPORA, COST, LENGTHS, RANKS, corpus_lengths, exact_prior
 
 PACK_SIZE, LOOKAHEAD = 64, 8
-
-
-def corpus_lengths(name: str) -> npt.NDArray[np.int64]:
-    """Returns the length of every record of a corpus, in tokens."""
-    with np.load(LENGTHS / f"{name}.npz") as table:
-        lengths = table["len"] if "len" in table else table["prompt_len"] + table["response_len"]
-    return np.maximum(1, lengths).astype(np.int64)
 
 
 def layouts_of(lengths: npt.NDArray[np.int64]) -> dict[str, Layout]:

@@ -61,11 +61,16 @@ class Arm:
     knows_end: bool = True
 
 
-def corpus_costs(name: str) -> FloatArray:
-    """Returns the cost of every record of a corpus, in its natural order."""
+def corpus_lengths(name: str) -> npt.NDArray[np.int64]:
+    """Returns the length of every record of a corpus, in tokens, in its natural order."""
     with np.load(LENGTHS / f"{name}.npz") as table:
         lengths = table["len"] if "len" in table else table["prompt_len"] + table["response_len"]
-    return np.asarray(COST.of_length(np.maximum(1, lengths).astype(np.float64)), np.float64)
+    return np.maximum(1, lengths).astype(np.int64)
+
+
+def corpus_costs(name: str) -> FloatArray:
+    """Returns the cost of every record of a corpus, in its natural order."""
+    return np.asarray(COST.of_length(corpus_lengths(name).astype(np.float64)), np.float64)
 
 
 def exact_prior(costs: FloatArray, pack_size: int, rng: np.random.Generator) -> CostPrior:

@@ -9,9 +9,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests.hf_families import FAMILIES, random_tensors, write_model
 from train.chat import ChatFormat
 from train.chat_template import ChatTemplate
 from train.gguf_tokenizer import packaged_gguf
+from train.tokenizer_files import tokenizer_files
 from train.tokenizers import FileTokenizer, IntArray, Record
 
 BEGIN, END_OF_TEXT, CALLS = "<|begin|>", "<|end_of_text|>", "[CALLS]"
@@ -107,6 +109,16 @@ def byte_level_tokenizer() -> FileTokenizer:
 def chat_format(source: str) -> ChatFormat:
     variables = {"bos_token": BEGIN, "eos_token": END_OF_TEXT}
     return ChatFormat(tokenizer=byte_level_tokenizer(), template=ChatTemplate(source=source, variables=variables))
+
+
+def write_chat_model(directory: pathlib.Path) -> pathlib.Path:
+    """Writes a tiny model with random weights, its tokenizer and its chat template as a Hugging Face directory."""
+    form = chat_format(CHATML_TOOLS)
+    config = {**FAMILIES["smollm2"], "vocab_size": form.tokenizer.vocab_size}
+    write_model(directory, config, random_tensors(config))
+    for name, text in tokenizer_files(form).items():
+        (directory / name).write_text(text)
+    return directory
 
 
 def text_of(form: ChatFormat, ids: IntArray) -> str:

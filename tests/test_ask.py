@@ -5,37 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
-from tests.chat_formats import CHATML_TOOLS, chat_format, smollm2_path
-from tests.hf_families import FAMILIES, random_tensors, write_model
+from tests.chat_formats import smollm2_path, write_chat_model
 from train import ask
 from train.chat import chat_prompt
-from train.tokenizer_files import tokenizer_files
 
-
-@pytest.fixture(autouse=True)
-def parsed_flags() -> Iterator[None]:
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    with flagsaver.flagsaver():
-        yield
+pytestmark = pytest.mark.usefixtures("parsed_flags")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    form = chat_format(CHATML_TOOLS)
-    config = {**FAMILIES["smollm2"], "vocab_size": form.tokenizer.vocab_size}
-    directory = write_model(tmp_path / "model", config, random_tensors(config))
-    for name, text in tokenizer_files(form).items():
-        (directory / name).write_text(text)
-    return directory
+    return write_chat_model(tmp_path / "model")
 
 
 def asked(*argv: str, **given: Any) -> int:

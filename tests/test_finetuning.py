@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 import train.main as command
 from bcl_grain.memory import GIB
-from tests.chat_formats import CHATML_TOOLS, chat_format
-from tests.hf_families import FAMILIES, random_tensors, write_model
+from tests.chat_formats import write_chat_model
 from train.ask import answer
 from train.loop import warm_up
 from train.memory import peak_bytes
@@ -26,7 +23,8 @@ from train.prepare import Prepared, Say
 from train.pretrained import open_pretrained
 from train.programs import Programs
 from train.samples import SAMPLES_FILE
-from train.tokenizer_files import tokenizer_files
+
+pytestmark = pytest.mark.usefixtures("parsed_flags")
 
 CONFIG = """
 from bcl_grain.layouts import RowPackedLayout
@@ -54,14 +52,6 @@ LORA = 'LoraConfig(rank=2, alpha=4.0, targets=("query", "down"))'
 
 
 @pytest.fixture(autouse=True)
-def parsed_flags() -> Iterator[None]:
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    with flagsaver.flagsaver():
-        yield
-
-
-@pytest.fixture(autouse=True)
 def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of the same model and layout share their programs."""
 
@@ -76,12 +66,7 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    form = chat_format(CHATML_TOOLS)
-    config = {**FAMILIES["smollm2"], "vocab_size": form.tokenizer.vocab_size}
-    directory = write_model(tmp_path / "pretrained", config, random_tensors(config))
-    for name, text in tokenizer_files(form).items():
-        (directory / name).write_text(text)
-    return directory
+    return write_chat_model(tmp_path / "pretrained")
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from absl import logging
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -20,6 +19,8 @@ import bcl_grain as bcl
 from bcl_grain import lanes
 from tests.pipelines import PAD
 from tests.test_lanes import divisors, global_steps, hosts
+
+pytestmark = pytest.mark.usefixtures("silent_log")
 
 SCHEDULES = int(os.environ.get("BCL_EXAMPLES", "100"))
 
@@ -119,14 +120,6 @@ class JobMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "hosts"):
             assert list(global_steps(self.hosts)) == self.batches[self.step :]
-
-
-@pytest.fixture(autouse=True)
-def _silent() -> Iterator[None]:
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # thousands of streams tell what they drop
-    yield
-    logging.set_verbosity(before)
 
 
 def test_any_schedule_of_resizes_and_kills_gives_the_undisturbed_steps() -> None:

@@ -12,12 +12,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 import train.loop
@@ -31,17 +29,11 @@ from train.overrides import load_config, override
 from train.prepare import Prepared, Say
 from train.programs import Programs
 
+pytestmark = pytest.mark.usefixtures("parsed_flags")
+
 ROOT = Path(__file__).parents[1]
 KILLED_STEPS = 60
 _COMPILED: list[Programs] = []
-
-
-@pytest.fixture(autouse=True)
-def parsed_flags() -> Iterator[None]:
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    with flagsaver.flagsaver():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -11,13 +11,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from absl import logging
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -26,6 +25,8 @@ from bcl_grain import planner, streaming
 from bcl_grain.planner import PlannerConfig, PoolState
 from tests.pipelines import Numbers, cost_of, ids, pipeline, through_json
 from tests.stream_model import COST_FNS, Model, build
+
+pytestmark = pytest.mark.usefixtures("silent_log")
 
 EXAMPLES = int(os.environ.get("BCL_EXAMPLES", "200"))
 FRESH_PROCESSES = 10
@@ -174,14 +175,6 @@ def _in_a_fresh_process(spec: dict[str, Any], state: str) -> list[list[int]]:
     assert run.returncode == 0, run.stderr
     packs: list[list[int]] = json.loads(run.stdout)
     return packs
-
-
-@pytest.fixture(autouse=True)
-def _silent() -> Iterator[None]:
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # thousands of streams tell what they drop
-    yield
-    logging.set_verbosity(before)
 
 
 def test_any_use_of_a_stream_agrees_with_the_model() -> None:

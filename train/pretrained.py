@@ -80,7 +80,7 @@ def load_params(
         branch = params
         for key in leaf.path[:-1]:
             branch = branch.setdefault(key, {})
-        branch[leaf.path[-1]] = _put(value, sharding)
+        branch[leaf.path[-1]] = on_devices(value, sharding)
     return params
 
 
@@ -150,7 +150,8 @@ def new_layouts(config: ModelConfig, dtype: str, *, shard_bytes: int = SHARD_BYT
     }
 
 
-def _put(value: npt.NDArray[Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
+def on_devices(value: npt.NDArray[Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Returns an array that every process has as a global one: each puts its own copy on its own devices."""
     if sharding is None:
         return jax.device_put(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from train.lora import FROZEN_DTYPE
 from train.model import Params
 from train.peft_adapters import load_adapters
 from train.prepare import Prepared
-from train.pretrained import load_params
+from train.pretrained import load_params, on_devices
 from train.programs import Programs, shardings
 from train.state import TrainState
 from train.step import begin_with, init_state
@@ -18,7 +19,8 @@ def first_state(prepared: Prepared, programs: Programs) -> TrainState:
     """Returns the state before the first update: of the model's parameters, or of fresh ones or fresh adapters."""
     everywhere, _ = shardings(programs.mesh)
     if prepared.config.adapters is not None:
-        return begin_with(programs, jax.device_put(load_adapters(prepared.config.adapters, prepared.model), everywhere))
+        adapters = jax.tree.map(np.asarray, load_adapters(prepared.config.adapters, prepared.model))
+        return begin_with(programs, jax.tree.map(lambda x: on_devices(x, everywhere), adapters))
     if prepared.pretrained is None or prepared.model.lora is not None:
         return init_state(programs, seed=prepared.config.seed)
     return begin_with(programs, load_params(prepared.pretrained, sharding=everywhere))
