@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,14 @@ import train.step
 from bcl_grain.layouts import BucketedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
 from train.checkpoints import CheckpointError, Checkpoints, check_run_dir, claim_run_dir, find_differences, load_params
-from train.clock import StepClock
 from train.config import BalanceConfig, RuntimeConfig
 from train.data import train_dataset
 from train.loop import DivergedError, LateCompilationError, Outcome, run_training, warm_up
 from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
-from train.notes import Note, decode, encode, time_figures
 from train.prepare import Prepared, prepare
 from train.programs import Programs, compile_programs
 from train.stopping import StopRequest
-from train.timeline import draw_timeline, segments
+from train.timeline import draw_timeline
 from train.topology import Topology
 
 TIMES = {"step_seconds", "data_seconds", "eval_seconds"}
@@ -394,24 +391,6 @@ def test_a_step_that_is_one_program_needs_packs_of_one_shape_and_as_many_on_each
     assert prepare(fixed, topology, say=quiet).one_shape == (5, 64)
 
 
-def test_times_of_a_step_add_up_over_ranks() -> None:
-    notes = decode(
-        np.concatenate(
-            [
-                encode(Note(timed_step=3, idle_seconds=0.1, local_seconds=1.0, step_seconds=2.5, data_seconds=0.1)),
-                encode(Note(timed_step=3, idle_seconds=0.2, local_seconds=1.9, step_seconds=2.4)),
-            ]
-        )
-    )
-    figures, by_rank = time_figures(notes)
-    assert figures["step_seconds"] == pytest.approx(2.5)
-    assert by_rank["wait"] == pytest.approx([1.0, 0.0])
-    assert figures["wait_share"] == pytest.approx(0.5 / 2.5)
-    assert figures["update_seconds"] == pytest.approx(0.4)
-    event = {"kind": "time", "step": 3, **figures, **by_rank}
-    np.testing.assert_allclose(sum(segments([event]).values()), [[2.5, 2.5]], rtol=1e-6)
-
-
 def test_a_timeline_is_drawn_of_the_steps_that_were_timed(undisturbed: tuple[Path, Outcome], tmp_path: Path) -> None:
     events = read_events(undisturbed[0])
     timed = [event for event in events if event["kind"] == "time"]
@@ -422,19 +401,3 @@ def test_a_timeline_is_drawn_of_the_steps_that_were_timed(undisturbed: tuple[Pat
     assert draw_timeline(tmp_path / "t.png", events)
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert not draw_timeline(tmp_path / "none.png", [event for event in events if event["kind"] != "time"])
-
-
-def test_a_clock_that_is_read_late_makes_no_time_negative() -> None:
-    """The thread of one step may look at the clock after that of the next."""
-    with StepClock(1) as clock:
-        clock.restart()
-        begin = time.monotonic()
-        late = clock.watch(begin, jnp.zeros(1))
-        late.times()
-        clock._end_before += 1000.0
-        times = clock.watch(begin, jnp.zeros(1)).times()
-    assert (times.idle, times.local, times.step) == ([0.0], [0.0], 0.0)
-    figures, by_rank = time_figures(decode(encode(Note(timed_step=1))))
-    event = {"kind": "time", "step": 1, **figures, **by_rank}
-    assert figures["wait_share"] == 0
-    assert not draw_timeline(Path("nowhere.png"), [event])
