@@ -25,10 +25,9 @@ from tests.chat_formats import (
     text_data,
     text_of,
 )
-from train.chat import ChatFormat, chat_prompt, chat_record, plain_record
+from train.chat import ChatFormat, chat_prompt, chat_record
 from train.conversations import Conversation, conversation, split_answers
 from train.gguf_tokenizer import gguf_chat_format
-from train.tokenizers import ByteTokenizer
 
 CHATML = chat_format(CHATML_TOOLS)
 MARKED = chat_format(CHATML_MARKED)
@@ -161,7 +160,9 @@ def test_any_text_comes_back(turns: list[tuple[str, str]], name: str) -> None:
 def test_templates_that_rewrite_the_past_are_refused() -> None:
     forgetful = chat_format(FORGETFUL)
     two = talk(message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d"))
-    with pytest.raises(ValueError, match=r"messages\[1\]: .* once more messages follow .* '<think>.*train_on=\"last\""):
+    with pytest.raises(
+        ValueError, match=r"messages\[1\]: .* once more messages follow .* '<think>.*corpus\.train_on=last"
+    ):
         chat_record(two, forgetful)
     thought = "<think>\n\n</think>\n\n"
     assert learned(forgetful, chat_record(two, forgetful, train_on="last")) == [f"{thought}d<|im_end|>"]
@@ -200,7 +201,7 @@ def test_templates_that_teach_nothing_are_refused(source: str, problem: str) -> 
 
 def test_tool_calls_are_never_lost() -> None:
     deaf = chat_format(WITHOUT_CALLS)
-    with pytest.raises(ValueError, match=r'leaves out tool calls.*tool_format="text"'):
+    with pytest.raises(ValueError, match=r"leaves out tool calls.*tool_format=text"):
         chat_record(ORDER, deaf)
     # A template that only looks at the calls of messages without content.
     either = chat_format(HEADERS.replace("message.tool_calls", "(message.tool_calls if not message.content else [])"))
@@ -274,14 +275,6 @@ def test_a_format_can_be_sent_to_another_process() -> None:
     record = chat_record(ORDER, pickle.loads(pickle.dumps(MARKED)))
     assert record["tokens"].tolist() == expected["tokens"].tolist()
     assert record["loss_mask"].tolist() == expected["loss_mask"].tolist()
-
-
-def test_records_without_a_template() -> None:
-    record = plain_record(conversation({"prompt": "hi", "response": "yo"}), ByteTokenizer())
-    assert record["tokens"].tolist() == [257, 104, 105, 258, 121, 111, 259]
-    assert record["loss_mask"].tolist() == [0, 0, 0, 0, 1, 1, 1]
-    with pytest.raises(ValueError, match="without a chat template"):
-        plain_record(ORDER, ByteTokenizer())
 
 
 def taskmaster_shapes() -> list[dict[str, Any]]:

@@ -23,11 +23,11 @@ from train.data import (
     arrivals,
     cap_records,
     cost_prior,
-    data_checksum,
     eval_chunks,
     job_size,
     train_dataset,
 )
+from train.token_table import TokenTable
 from train.tokenizers import Record
 
 LAYOUT = RowPackedLayout(length=32, rows_per_chunk=2, heights=(1,))
@@ -196,32 +196,17 @@ def test_evaluation_holds_every_record_exactly_once(layout: Layout, num_shards: 
 
 def test_the_cap_is_counted() -> None:
     prompt_only = {"tokens": np.arange(9, dtype=np.int32), "loss_mask": np.array([0] * 6 + [1] * 3, np.float32)}
-    given_records = [record(0, 3), record(1, 8), prompt_only]
+    given_records = TokenTable.of([record(0, 3), record(1, 8), prompt_only])
     truncated = cap_records(given_records, max_tokens=5, on_oversize="truncate")
     assert [len(r["tokens"]) for r in truncated.records] == [3, 5]
     assert (truncated.num_oversize, truncated.tokens_removed, truncated.num_unlearnable) == (2, 3 + 4, 1)
     dropped = cap_records(given_records, max_tokens=5, on_oversize="drop")
     assert [len(r["tokens"]) for r in dropped.records] == [3]
     assert (dropped.num_oversize, dropped.tokens_removed, dropped.num_unlearnable) == (2, 8 + 9, 0)
-    with pytest.raises(ValueError, match="record 1 has size 8, above max_size 5"):
+    with pytest.raises(ValueError, match="record 1 has 8 tokens, 2 of 3 records have more than max_tokens 5"):
         cap_records(given_records, max_tokens=5, on_oversize="error")
     with pytest.raises(ValueError, match="no record of 3 is left after the cap of 2 tokens"):
         cap_records(given_records, max_tokens=2, on_oversize="drop")
-
-
-def test_the_checksum_tells_corpora_apart() -> None:
-    same = data_checksum(records())
-    other_mask = records()
-    other_mask[3]["loss_mask"] = other_mask[3]["loss_mask"].copy()
-    other_mask[3]["loss_mask"][-1] = 0
-    # The same tokens in all, cut otherwise.
-    joined = [
-        {name: np.concatenate([r[name] for r in records()[:2]]) for name in ("tokens", "loss_mask")},
-        *records()[2:],
-    ]
-    checksums = [data_checksum(r) for r in (records(), other_mask, records()[::-1], records()[:-1], joined)]
-    assert checksums[0] == same
-    assert len(set(checksums)) == len(checksums)
 
 
 def test_the_pipeline_passes_grains_own_checkpoint_check() -> None:

@@ -16,6 +16,7 @@ import train.main as command
 from bcl_grain.memory import GIB
 from tests.chat_formats import write_chat_model
 from train.ask import answer
+from train.checkpoints import saved_identity
 from train.loop import warm_up
 from train.memory import peak_bytes
 from train.metrics_log import read_events
@@ -42,7 +43,7 @@ def get_config():
         optimizer=OptimizerConfig(warmup_steps=1, learning_rate=1e-2),
         runtime=RuntimeConfig(
             on_late_compilation="error", eval_every=4, checkpoint_every=2, simulated_ranks=2, simulated_steps=4,
-            sample_prompts=("hello", "what is it?"), sample_tokens=8,
+            token_cache={cache!r}, sample_prompts=("hello", "what is it?"), sample_tokens=8,
         ),
         steps=6,
     )
@@ -86,7 +87,7 @@ def data(tmp_path: Path) -> Path:
 
 def run(tmp_path: Path, model: Path, data: Path, *assignments: str, lora: str = "None", **given: Any) -> int:
     config = tmp_path / "tune.py"
-    config.write_text(CONFIG.format(model=str(model), data=str(data), lora=lora))
+    config.write_text(CONFIG.format(model=str(model), data=str(data), lora=lora, cache=str(tmp_path / "tokens")))
     with flagsaver.flagsaver(config=str(config), set=list(assignments), compile_cache="", **given):
         return command.main(["train.main"])
 
@@ -165,6 +166,20 @@ def test_broken_rows_are_reported_together(tmp_path: Path, model: Path, data: Pa
     assert f"60 of {60 + len(BROKEN)} rows can be used" in capsys.readouterr().out
 
 
+def test_tokens_are_made_once_and_read_by_a_template_of_ones_own(
+    tmp_path: Path, model: Path, data: Path, capsys: Any
+) -> None:
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m.role + ': ' + m.content + '<|eot|>' }}{% endfor %}")
+    checksums = []
+    for number, assignments in enumerate([(), (), (f"corpus.chat_template={template}",)]):
+        run_dir = tmp_path / f"run{number}"
+        assert run(tmp_path, model, data, "steps=2", *assignments, run_dir=str(run_dir)) == 0
+        assert ("talk.jsonl: from " in capsys.readouterr().out) == (number == 1)
+        checksums.append(saved_identity(run_dir)["data"])
+    assert checksums[0] == checksums[1] != checksums[2]
+
+
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
@@ -173,7 +188,9 @@ def test_broken_rows_are_reported_together(tmp_path: Path, model: Path, data: Pa
         ("corpus.chat_paths=[]", "set corpus.chat_paths"),
         ("corpus.chat_weights=[1.0, 2.0]", "want one of chat_weights"),
         ("corpus.train_on=user", "corpus.train_on=user"),
-        ("corpus.max_tokens=8", "above"),
+        ("corpus.chat_template=nowhere.jinja", "can't read the chat template 'nowhere.jinja'"),
+        ("corpus.chat_columns.messages=talk", "want 'talk', or 'prompt' and 'response'; found the keys ['messages']"),
+        ("corpus.max_tokens=8", "43 of 43 records have more than max_tokens 8: raise corpus.max_tokens"),
         ("runtime.memory_gib=0.001", "no row fits: train adapters alone"),
         ("runtime.memory_gib=-1.0", "memory_gib must be positive, got -1.0"),
         ("adapters=nowhere", "set model.lora as they were made"),

@@ -211,7 +211,8 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_step(
     poisoned["loss_mask"] = np.where(poisoned["loss_mask"] > 0, np.nan, 0).astype(np.float32)
     runtime = dataclasses.replace(prepared.config.runtime, checkpoint_every=checkpoint_every)
     config = dataclasses.replace(prepared.config, runtime=runtime)
-    run = dataclasses.replace(prepared, config=config, train=[poisoned, *prepared.train[1:]])
+    records: Any = [poisoned, *prepared.train[1:]]
+    run = dataclasses.replace(prepared, config=config, train=records)
     packs = train_dataset(
         run.train,
         run.job,

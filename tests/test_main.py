@@ -240,7 +240,7 @@ def test_a_resumed_run_takes_another_lookahead_and_policy_on_request(
         ("corpus.tokenizer=/nowhere/tokenizer.json", "can't read tokenizer '/nowhere/tokenizer.json'"),
         ("corpus.path=/nowhere/pairs.jsonl", "can't read '/nowhere/pairs.jsonl'"),
         ("corpus.max_tokens=65", "corpus.max_tokens 65 is longer than the layout's longest row 64"),
-        ("corpus.max_tokens=30", "above max_size 30: raise corpus.max_tokens"),
+        ("corpus.max_tokens=30", "more than max_tokens 30: raise corpus.max_tokens"),
         ("corpus.on_oversize=split", "expected"),
         ("corpus.eval_share=0", "eval_share must be between 0 and 1, got 0.0"),
         ("model.vocab_size=100", "model.vocab_size 100 is below the tokenizer's 260"),

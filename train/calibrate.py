@@ -80,9 +80,8 @@ def take_packs(prepared: Prepared, steps: int) -> list[list[Chunk]]:
 
 def draw_packs(prepared: Prepared, *, packs: int = 512) -> list[list[int]]:
     """Returns the record lengths of random packs of the run's records."""
-    lengths = np.array([len(record["tokens"]) for record in prepared.train])
     rng = np.random.default_rng(prepared.config.seed)
-    drawn: list[list[int]] = rng.choice(lengths, (packs, prepared.config.balance.pack_size)).tolist()
+    drawn: list[list[int]] = rng.choice(prepared.train.sizes, (packs, prepared.config.balance.pack_size)).tolist()
     return drawn
 
 

@@ -31,8 +31,7 @@ import numpy as np
 from train.chat_template import CALL, ChatTemplate, Rendered, Span, first_difference
 from train.chat_tokens import ChatEncoder, Tokens
 from train.conversations import Conversation, Message, answers_to_learn
-from train.corpus import Pair
-from train.tokenizers import FileTokenizer, IntArray, Record, Tokenizer, to_record
+from train.tokenizers import FileTokenizer, IntArray, Record
 
 TrainOn = Literal["assistant", "last", "all"]
 ToolFormat = Literal["template", "text"]
@@ -133,21 +132,6 @@ def chat_prompt(spoken: Conversation, chat_format: ChatFormat, *, tool_format: T
     return chat_format.encoder.encode(rendered.text, literals=rendered.literals).ids
 
 
-def plain_record(spoken: Conversation, tokenizer: Tokenizer) -> Record:
-    """Returns a prompt and its response as a record, without a chat template: for models that have none.
-
-    Raises:
-        ValueError: If the conversation is another one, or the response has no tokens.
-    """
-    if [message["role"] for message in spoken.messages] != ["user", "assistant"] or spoken.tools:
-        raise ValueError(
-            "without a chat template, a record is one prompt and one response; give a model with a template for "
-            f"conversations of {len(spoken.messages)} messages"
-        )
-    prompt, response = (message["content"] for message in spoken.messages)
-    return to_record(Pair(prompt, response, "the data"), tokenizer)
-
-
 def _render(spoken: Conversation, chat_format: ChatFormat, *, add_generation_prompt: bool = False) -> Rendered:
     """Renders a conversation, control tokens in its messages marked as literal; checks that no tool call is lost."""
     template, encoder = chat_format.template, chat_format.encoder
@@ -164,8 +148,8 @@ def _render(spoken: Conversation, chat_format: ChatFormat, *, add_generation_pro
     )
     if len(rendered.calls) < sum(len(message.get("tool_calls", ())) for message in messages):
         raise ValueError(
-            "the chat template leaves out tool calls, and they would be lost; give a template that shows them, or "
-            'pass tool_format="text" to have them written into the content'
+            "the chat template leaves out tool calls, and they would be lost; give a template that shows them, or set "
+            "corpus.tool_format=text to have them written into the content"
         )
     if rendered.literals or rendered.calls:
         plain = template.text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -214,9 +198,9 @@ def _rendered_span(spoken: Conversation, template: ChatTemplate, text: str, inde
         if not whole.startswith(beginning):
             raise ValueError(
                 f"messages[{index}]: the chat template writes {what} in another way: "
-                f'{first_difference(beginning, whole)}; pass train_on="last" (and have the conversations split by '
-                "answer to learn all of them), or give a template with {% generation %} blocks around what the model "
-                "writes"
+                f"{first_difference(beginning, whole)}; set corpus.split_answers=True to learn each in a record of "
+                "its own, or corpus.train_on=last to learn the last alone, or give a template with {% generation %} "
+                "blocks around what the model writes"
             )
     if len(with_answer) == len(given):
         raise ValueError(f"messages[{index}]: the chat template leaves this answer out; give another template")

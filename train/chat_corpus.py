@@ -2,122 +2,140 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from train.chat import ChatFormat, chat_record
-from train.chat_data import DataError, checked_records, mixed_records, times_read
-from train.conversations import Conversation
-from train.corpus import in_held_out_share
+import numpy as np
+
+from train.chat import ChatFormat
+from train.chat_data import DataError, RowReader, mixed_records, times_read
+from train.config import CorpusConfig
 from train.gguf_tokenizer import gguf_chat_format
 from train.hf_tokenizer import hf_chat_format
 from train.jsonl import FileChangedError
-from train.sources import open_source
-from train.tokenizers import Record
+from train.token_files import SourceTokens, source_tokens
+from train.token_table import TokenTable
 
 Say = Callable[[str], None]
 
 
-def open_chat_format(path: str) -> ChatFormat:
+def open_chat_format(path: str, *, template: str | None = None) -> ChatFormat:
     """Reads tokenizer and chat template of a model: a Hugging Face directory or a GGUF file.
+
+    Args:
+        path: The model.
+        template: A file with another template in Jinja's language, instead of the model's own.
 
     Raises:
         ValueError: If there is none that is read here.
     """
-    return gguf_chat_format(path) if path.endswith(".gguf") else hf_chat_format(path)
+    source = None
+    if template is not None:
+        try:
+            source = pathlib.Path(template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"can't read the chat template {template!r}: {error}; give a file in UTF-8") from error
+    read = gguf_chat_format if path.endswith(".gguf") else hf_chat_format
+    return read(path, chat_template=source)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatCorpus:
-    """Conversations of one or several sources, as records in memory.
+    """Conversations of one or several sources as records.
 
     Attributes:
         train: To learn from.
         evaluation: Held out: rows chosen by a hash of their place, so that they stay when others come or go.
-        num_leaked: Rows left out of the evaluation because the same tokens are learnt from.
+        num_leaked: Records left out of the evaluation because the same tokens are learnt from.
     """
 
-    def __init__(self, train: list[Record], evaluation: list[Record]) -> None:
-        learnt = {record["tokens"].tobytes() for record in train}
-        self.train = train
-        self.evaluation = [record for record in evaluation if record["tokens"].tobytes() not in learnt]
-        self.num_leaked = len(evaluation) - len(self.evaluation)
+    train: TokenTable
+    evaluation: TokenTable
+    num_leaked: int
 
 
 def read_chat_corpus(
-    paths: Sequence[str],
-    weights: Sequence[float] | None,
+    corpus: CorpusConfig,
     chat_format: ChatFormat,
     *,
-    train_on: str,
-    on_bad_row: str,
-    eval_share: float,
     seed: int,
+    token_cache: str | None,
+    workers: int | None,
     say: Say,
+    progress: bool = False,
 ) -> ChatCorpus:
     """Reads all rows, reports broken ones together, and holds a share of each source out.
 
     Args:
-        paths: Files, directories or patterns; see `open_source`.
-        weights: Shares of the sources in training; None for all rows of all. Else the sources are mixed: as many
-            records as they have together, each read as often as its share asks for.
+        corpus: Which files, how they are read, what is held out.
         chat_format: The model's tokenizer and template.
-        train_on: See `chat_record`.
-        on_bad_row: "stop" or "skip", counted.
-        eval_share: Share of rows held out.
         seed: Of the mixture.
+        token_cache: See `source_tokens`.
+        workers: See `source_tokens`.
         say: Takes lines for the user.
+        progress: Whether a bar shows how far the reading is.
 
     Raises:
         ValueError: If a source can't be read, or has broken rows and `on_bad_row` is "stop"; all of them are named.
     """
-    parts: list[list[Record]] = []
-    evaluation: list[Record] = []
-    for path in paths:
-        learnt: list[Record] = []
-        for place, record in _rows(path, chat_format, train_on, on_bad_row, say):
-            (evaluation if in_held_out_share(place, eval_share) else learnt).append(record)
-        if not learnt:
-            raise ValueError(f"all rows of {path!r} are held out: lower eval_share {eval_share}, or give more rows")
-        parts.append(learnt)
-    if not evaluation:
-        raise ValueError(f"no row is held out: raise eval_share {eval_share}, or give more rows")
-    corpus = ChatCorpus(_mixed(parts, paths, weights, seed, say), evaluation)
-    if corpus.num_leaked:
-        say(f"held-out: {corpus.num_leaked} rows left out because the training part has the same")
-    return corpus
+    reader = RowReader(
+        chat_format=chat_format,
+        train_on=corpus.train_on,
+        columns=corpus.chat_columns,
+        tool_format=corpus.tool_format,
+        by_answer=corpus.split_answers,
+    )
+    parts: list[TokenTable] = []
+    held_out: list[TokenTable] = []
+    for path in corpus.chat_paths:
+        try:
+            found = source_tokens(path, reader, cache=token_cache, workers=workers, say=say, progress=progress)
+        except FileChangedError as error:
+            raise ValueError(str(error)) from error
+        _report(path, found, corpus.on_bad_row, say)
+        out = found.fractions < corpus.eval_share
+        if out.all():
+            raise ValueError(
+                f"all rows of {path!r} are held out: lower corpus.eval_share {corpus.eval_share}, or give more rows"
+            )
+        parts.append(found.table.select(~out))
+        held_out.append(found.table.select(out))
+    evaluation = TokenTable.joined(held_out)
+    if not len(evaluation):
+        raise ValueError(f"no row is held out: raise corpus.eval_share {corpus.eval_share}, or give more rows")
+    train = TokenTable.joined(parts)
+    leaked = np.isin(evaluation.entries["digest"], train.entries["digest"])
+    if leaked.all():
+        raise ValueError(
+            f"all {len(evaluation):,} held-out records stand in the training part, too: remove repeated rows, or give "
+            "more of them"
+        )
+    if leaked.any():
+        say(f"held-out: {leaked.sum():,} records left out because the training part has the same")
+    return ChatCorpus(
+        train=train if corpus.chat_weights is None else _mixed(train, parts, corpus, seed, say),
+        evaluation=evaluation.select(~leaked),
+        num_leaked=int(leaked.sum()),
+    )
 
 
-def _rows(path: str, chat_format: ChatFormat, train_on: str, on_bad_row: str, say: Say) -> Iterable[tuple[str, Record]]:
-    """Yields the usable rows of a source with their places in it, made once."""
-    made: list[Record] = []
-
-    def make(spoken: Conversation) -> Record:
-        record = chat_record(spoken, chat_format, train_on=train_on)  # type: ignore[arg-type]
-        made.append(record)
-        return record
-
-    try:
-        source = open_source(path)
-        records = checked_records(source, make, on_error=on_bad_row)  # type: ignore[arg-type]
-    except DataError as error:
-        raise ValueError(str(error).replace('pass on_error="skip"', "set corpus.on_bad_row=skip")) from None
-    except FileChangedError as error:
-        raise ValueError(str(error)) from error
-    say(f"corpus: {path}: {records.check.describe()}")
-    assert len(made) == len(records)
-    # Without the folder: the split stays when the data is moved.
-    folder = str(pathlib.Path(path).parent)
-    return [
-        (source.place(int(row)).removeprefix(folder), record) for row, record in zip(records.rows, made, strict=True)
-    ]
+def _report(path: str, found: SourceTokens, on_bad_row: str, say: Say) -> None:
+    check = found.check
+    if check.num_broken and (on_bad_row == "stop" or not len(found.table)):
+        skip = ", or set corpus.on_bad_row=skip to leave them out" if len(found.table) else ""
+        raise DataError(f"{path}: {check.describe()}\nrepair or remove them{skip}")
+    say(f"corpus: {path}: {check.describe()}")
 
 
-def _mixed(
-    parts: list[list[Record]], paths: Sequence[str], weights: Sequence[float] | None, seed: int, say: Say
-) -> list[Record]:
-    if weights is None:
-        return [record for part in parts for record in part]
-    total = sum(map(len, parts))
-    for path, times in zip(paths, times_read([len(part) for part in parts], weights, num_records=total), strict=True):
-        say(f"mixture: {path} is read {times:.2f} times an epoch")
-    return list(mixed_records(parts, weights, num_records=total, seed=seed))
+def _mixed(train: TokenTable, parts: Sequence[TokenTable], corpus: CorpusConfig, seed: int, say: Say) -> TokenTable:
+    """Returns as many records as the parts have together, each part's read as often as its weight asks for."""
+    assert corpus.chat_weights is not None
+    lengths = [len(part) for part in parts]
+    times = times_read(lengths, corpus.chat_weights, num_records=len(train))
+    for path, often in zip(corpus.chat_paths, times, strict=True):
+        say(f"mixture: {path} is read {often:.2f} times an epoch")
+    ends = np.cumsum(lengths).tolist()
+    rows = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    order = mixed_records(rows, corpus.chat_weights, num_records=len(train), seed=seed)
+    return train.select(np.fromiter((order[i] for i in range(len(train))), np.int64, len(train)))

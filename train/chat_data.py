@@ -1,49 +1,38 @@
-"""From data files to training records: checked once, in one pass, then read at random.
+"""Rows of a source -> training records, all of them checked before the first step.
 
-A broken row must not surface as a traceback from a reader thread hours later. So `checked_records` reads every row once
-before training, keeping nothing but row numbers and sizes, and reports the broken ones together, with their places.
-Two depths:
-
-* "full" (default) makes the record of every row: whatever could go wrong later, goes wrong now. It also yields the
-  sizes of all records. A few milliseconds a conversation.
-* "shape" checks that every row is a conversation, some ten times faster, and makes the first records only. A template
-  may still refuse a later row while training runs: that stops the run with one line, or, with `on_error="skip"`, the
-  row is replaced by one token that carries no loss, so that the number of steps stays what it was, and is logged.
+A broken row must not surface as a traceback from a reader thread hours later. So every row becomes a record before
+training begins, in one pass over the source, and the broken ones are reported together, with their places. The pass
+works on blocks of rows, one at a time, in this process or in several (see `train.tokenizing`).
 """
 
 from __future__ import annotations
 
-import array
 import dataclasses
-import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import grain
 import numpy as np
 import numpy.typing as npt
 
+from train.chat import ChatFormat, ToolFormat, TrainOn, chat_record
 from train.conversations import DEFAULT_COLUMNS, Columns, Conversation, conversation, split_answers
+from train.corpus import hash_fraction
 from train.sources import Source
-from train.tokenizers import Record
+from train.token_table import Entries, encoded
+from train.tokenizers import IntArray, Record
 
-OnError = Literal["stop", "skip"]
-Depth = Literal["full", "shape"]
-MakeRecord = Callable[[Conversation], Record]
+T = TypeVar("T")
 
-_SHOWN = 10
-_FIRST_RECORDS = 100
-
-_log = logging.getLogger(__name__)
+SHOWN_PROBLEMS = 10
 
 
 class DataError(ValueError):
     """Rows that can't be used; the message names their places."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """A row that can't be used: where it stands and why."""
 
     place: str
@@ -73,117 +62,95 @@ class Check:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Records:
-    """The usable rows of a source as training records, made when they are read; made by `checked_records`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowReader:
+    """How a row becomes records; it travels to other processes.
 
     Attributes:
-        source: Where the rows are.
-        rows: int64 [n], the row that each record comes from.
-        answers: int32 [n], for conversations split by answer: which of the row's; else None.
-        sizes_tokens: int32 [n], the records' sizes, after a "full" check; else None.
-        check: What the check found.
-        columns: Which columns were read.
-        make_record: From a conversation to a record.
-        on_error: What happens to a row that turns out to be broken only now.
+        chat_format: The model's tokenizer and chat template.
+        train_on: What counts in the loss; see `chat_record`.
+        columns: Which columns are read.
+        tool_format: Who writes tool calls; see `chat_record`.
+        by_answer: Whether each answer becomes a record of its own, with what precedes it; see `split_answers`.
     """
 
-    source: Source
-    rows: npt.NDArray[np.int64]
-    answers: npt.NDArray[np.int32] | None
-    sizes_tokens: npt.NDArray[np.int32] | None
-    check: Check
-    columns: Columns
-    make_record: MakeRecord
-    on_error: OnError
+    chat_format: ChatFormat
+    train_on: TrainOn = "assistant"
+    columns: Columns = DEFAULT_COLUMNS
+    tool_format: ToolFormat = "template"
+    by_answer: bool = False
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def __call__(self, row: dict[str, Any]) -> list[Record]:
+        """Returns the records of a row, at least one.
 
-    def __getitem__(self, index: int) -> Record:
-        row = int(self.rows[index])
-        try:
-            spoken = conversation(self.source[row], self.columns)
-            if self.answers is not None:
-                spoken = split_answers(spoken)[self.answers[index]]
-            return self.make_record(spoken)
-        except ValueError as error:
-            message = f"{self.source.place(row)}: {error}"
-            if self.on_error == "stop":
-                raise DataError(message) from error
-            _log.warning("left out: %s", message)
-            return {"tokens": np.zeros(1, np.int32), "loss_mask": np.zeros(1, np.float32)}
+        Raises:
+            ValueError: Saying what is wrong with the row.
+        """
+        spoken = conversation(row, self.columns)
+        if not self.by_answer:
+            return [self._record(spoken, self.train_on)]
+        parts = split_answers(spoken)
+        if not parts:
+            raise ValueError("no message of the assistant to learn from; fill or remove the record")
+        train_on: TrainOn = "all" if self.train_on == "all" else "last"
+        if self.train_on == "last":
+            parts = parts[-1:]
+        return [self._record(part, train_on) for part in parts]
 
-    def dataset(self) -> grain.MapDataset[Record]:
-        """Returns the records as a Grain data set, to shuffle, slice and mix."""
-        return grain.MapDataset.source(self)
+    def _record(self, spoken: Conversation, train_on: TrainOn) -> Record:
+        return chat_record(spoken, self.chat_format, train_on=train_on, tool_format=self.tool_format)
 
 
-def checked_records(
-    source: Source,
-    make_record: MakeRecord,
-    *,
-    columns: Columns = DEFAULT_COLUMNS,
-    on_error: OnError = "stop",
-    depth: Depth = "full",
-    by_answer: bool = False,
-) -> Records:
-    """Checks every row of a source, in constant memory but for at most 16 bytes a record.
+class Block(NamedTuple):
+    """The records of some consecutive rows.
+
+    Attributes:
+        num_rows: How many rows these were.
+        values: int32 [tokens], see `train.token_table`.
+        entries: [records].
+        fractions: float64 [records], a hash of each row's place, evenly spread from 0 to 1: for holding a share out.
+        num_broken: Rows that can't be used.
+        problems: The first of these.
+    """
+
+    num_rows: int
+    values: IntArray
+    entries: Entries
+    fractions: npt.NDArray[np.float64]
+    num_broken: int
+    problems: tuple[Problem, ...]
+
+
+def read_block(source: Source, rows: range, reader: RowReader, *, folder: str) -> Block:
+    """Returns the records of some rows, the broken ones counted.
 
     Args:
         source: The rows.
-        make_record: From a conversation to a record, raising ValueError if it can't; such as `chat_record` with its
-            format filled in by `functools.partial`.
-        columns: Which columns to read.
-        on_error: "stop" if there is a broken row, after all are found; or "skip" them, counted.
-        depth: "full" or "shape", see above.
-        by_answer: Whether each answer becomes a record of its own, with what precedes it; see `split_answers`.
-            `make_record` should then learn the last answer only.
-
-    Raises:
-        DataError: If there are broken rows and `on_error` is "stop", or none is sound. It names the first of them.
+        rows: Which of them.
+        reader: How a row becomes records.
+        folder: Beginning of the places that the hash leaves out: the split stays when the data is moved.
     """
-    for name, value, choices in (("on_error", on_error, ("stop", "skip")), ("depth", depth, ("full", "shape"))):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-    rows, answers, sizes = array.array("q"), array.array("i"), array.array("i")
-    num_broken = 0
+    records: list[Record] = []
+    fractions: list[float] = []
     problems: list[Problem] = []
-    for row in range(len(source)):
+    num_broken = 0
+    for row in rows:
         try:
-            spoken = conversation(source[row], columns)
-            parts = split_answers(spoken) if by_answer else [spoken]
-            if not parts:
-                raise ValueError("no message of the assistant to learn from; fill or remove the record")
-            full = depth == "full" or len(rows) < _FIRST_RECORDS
-            found = [len(make_record(part)["tokens"]) if full else 0 for part in parts]
+            found = reader(source[row])
         except ValueError as error:
             num_broken += 1
-            if len(problems) < _SHOWN:
+            if len(problems) < SHOWN_PROBLEMS:
                 problems.append(Problem(source.place(row), str(error)))
             continue
-        rows.extend([row] * len(parts))
-        answers.extend(range(len(parts)))
-        sizes.extend(found)
-    check = Check(num_rows=len(source), num_broken=num_broken, problems=tuple(problems))
-    if num_broken and (on_error == "stop" or not rows):
-        remedy = "repair or remove them" + (', or pass on_error="skip" to leave them out' if rows else "")
-        raise DataError(f"{check.describe()}\n{remedy}")
-    return Records(
-        source=source,
-        rows=np.asarray(rows, np.int64),
-        answers=np.asarray(answers, np.int32) if by_answer else None,
-        sizes_tokens=np.asarray(sizes, np.int32) if depth == "full" else None,
-        check=check,
-        columns=columns,
-        make_record=make_record,
-        on_error=on_error,
-    )
+        records += found
+        fractions += [hash_fraction(source.place(row).removeprefix(folder))] * len(found)
+    values, entries = encoded(records)
+    return Block(len(rows), values, entries, np.array(fractions, np.float64), num_broken, tuple(problems))
 
 
 def mixed_records(
-    parts: Sequence[Records | Sequence[Record]], weights: Sequence[float], *, num_records: int, seed: int
-) -> grain.MapDataset[Record]:
+    parts: Sequence[Sequence[T]], weights: Sequence[float], *, num_records: int, seed: int
+) -> grain.MapDataset[T]:
     """Returns `num_records` records of several sources, interleaved by weight.
 
     Each part is shuffled as a whole, anew each time it is read, and repeated as often as needed: the shares are those

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, cast, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from bcl_grain.cost_prior import CostPrior
 from bcl_grain.metrics import check_comparable
@@ -56,7 +57,7 @@ class Comparison:
 
 
 def compare_policies(
-    lengths: Sequence[int],
+    lengths: npt.NDArray[np.integer[Any]],
     job: JobSize,
     *,
     ranks: int,
@@ -78,7 +79,8 @@ def compare_policies(
         lay_out: Packs to chunks, and what both cost.
         seed: Key of the shuffle.
     """
-    streams = np.array([list(arrivals(lengths, job, seed=seed, shard=rank, num_shards=ranks)) for rank in range(ranks)])
+    source = cast(Sequence[int], lengths)
+    streams = np.array([list(arrivals(source, job, seed=seed, shard=rank, num_shards=ranks)) for rank in range(ranks)])
     simulations = {
         policy: simulate(
             PlannerConfig(

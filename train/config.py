@@ -11,6 +11,7 @@ from bcl_grain.layouts import Layout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.planner import Order, PlannerConfig, Policy
 from bcl_grain.planner_config import OnChangedSettings
 from train.attention import AttentionName
+from train.conversations import DEFAULT_COLUMNS, Columns
 from train.corpus import EVAL_SHARE
 from train.model import ModelConfig
 
@@ -36,7 +37,12 @@ class CorpusConfig:
         on_bad_row: What happens to a row that can't be used: `stop`, after all such rows were named, or `skip`.
         tokenizer: A Hugging Face `tokenizer.json` or its directory; default: bytes.
         eos_token: The token that ends a response; default: what the tokenizer's configuration says.
-        eval_share: Share of modules held out.
+        split_answers: Make each of the assistant's messages a record of its own, with all that precedes it: for
+            templates that write an answer differently once others follow it.
+        tool_format: Who writes tool calls: the chat `template`, or, where it does not know them, `text` in the content.
+        chat_columns: The names of the rows' columns.
+        chat_template: A file with a template in Jinja's language instead of the model's own; for models without one.
+        eval_share: Share of modules, or of conversations, held out.
         max_tokens: Cap of a record.
         on_oversize: What happens to a record above it: `error`, `truncate` or `drop`.
     """
@@ -46,6 +52,10 @@ class CorpusConfig:
     chat_weights: tuple[float, ...] | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"
     on_bad_row: Literal["stop", "skip"] = "stop"
+    split_answers: bool = False
+    tool_format: Literal["template", "text"] = "template"
+    chat_columns: Columns = DEFAULT_COLUMNS
+    chat_template: str | None = None
     tokenizer: str | None = None
     eos_token: str | None = None
     eval_share: float = EVAL_SHARE
@@ -58,6 +68,8 @@ class CorpusConfig:
             raise ValueError(f"on_oversize must be 'error', 'truncate' or 'drop', got {self.on_oversize!r}")
         if self.train_on not in ("assistant", "last", "all"):
             raise ValueError(f"train_on must be 'assistant', 'last' or 'all', got {self.train_on!r}")
+        if self.tool_format not in ("template", "text"):
+            raise ValueError(f"tool_format must be 'template' or 'text', got {self.tool_format!r}")
         if self.on_bad_row not in ("stop", "skip"):
             raise ValueError(f"on_bad_row must be 'stop' or 'skip', got {self.on_bad_row!r}")
         if self.chat_paths and (self.path is not None or self.tokenizer is not None):
@@ -137,6 +149,9 @@ class RuntimeConfig:
     None of it changes what is learned, but for `on_changed_balance` on request: a resumed run may have another.
 
     Attributes:
+        token_cache: Directory that keeps the tokens of conversations, so that they are made once; None keeps them for
+            this process alone, in the system's temporary directory.
+        data_workers: Processes that make them; default: as many as there are CPUs, if it takes long.
         prefetch_steps: Steps whose packs a thread keeps ready; 0 for none.
         eval_every: Steps between evaluations; the start and the end are always evaluated.
         checkpoint_every: Steps between checkpoints; the end is always saved.
@@ -155,6 +170,8 @@ class RuntimeConfig:
         export: Write the trained model, or its adapters, for others to load, at the end of a pretrained model's run.
     """
 
+    token_cache: str | None = "runs/token-cache"
+    data_workers: int | None = None
     prefetch_steps: int = 2
     eval_every: int = 50
     checkpoint_every: int = 50
@@ -175,6 +192,8 @@ class RuntimeConfig:
         counts = ("eval_every", "checkpoint_every", "keep_checkpoints", "simulated_ranks", "simulated_steps")
         for name in (*counts, "sample_tokens"):
             _check_least(self, name, 1)
+        if self.data_workers is not None:
+            _check_least(self, "data_workers", 1)
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise ValueError(f"memory_gib must be positive, got {self.memory_gib!r}")
 
@@ -254,10 +273,12 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """Returns all that the result depends on, JSON-safe: two runs with the same are the same run.
 
-        Of a cost table, a model and adapters what they hold counts, not where they lie: `prepare` adds that.
+        Of a cost table, a model, adapters and a chat template what they hold counts, not where they lie: `prepare` adds
+        that.
         """
         values = dataclasses.asdict(self)
         del values["runtime"], values["balance"]["cost_table"], values["pretrained"], values["adapters"]
+        del values["corpus"]["chat_template"]
         values["layout"]["kind"] = type(self.layout).__name__
         return values
 

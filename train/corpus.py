@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from train.jsonl import index_lines
 
@@ -116,7 +117,7 @@ def describe_pairs(pairs: Sequence[Pair]) -> str:
     )
 
 
-def describe_sizes(sizes: Sequence[int]) -> str:
+def describe_sizes(sizes: Sequence[int] | npt.NDArray[np.integer[Any]]) -> str:
     """Returns one line about record lengths, in the unit they are given in.
 
     >>> describe_sizes([100, 200, 300, 1000])
@@ -134,10 +135,10 @@ def describe_sizes(sizes: Sequence[int]) -> str:
 
 def in_held_out_share(name: str, eval_share: float) -> bool:
     """Whether something of this name is held out: a function of the two alone, as in `split_by_module`."""
-    return _hash_fraction(name) < eval_share
+    return hash_fraction(name) < eval_share
 
 
-def _hash_fraction(name: str) -> float:
+def hash_fraction(name: str) -> float:
     """Returns a number from 0 to 1 that is evenly spread over names, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64
 

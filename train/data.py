@@ -1,13 +1,13 @@
 """The input pipeline: records -> caps -> global shuffle -> lanes, in each BCL -> layout -> prefetch.
 
-Records live in memory and are read at random, so that a shuffle is global and a restore reads only what it needs.
+Records are read at random, from memory or from files that are mapped into it, so that a shuffle is global and a restore
+reads only what it needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -15,14 +15,14 @@ import grain
 import numpy as np
 
 import bcl_grain as bcl
-from bcl_grain.caps import CapReport, cap_oversize
 from bcl_grain.chunks import Chunk
 from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import Layout
 from bcl_grain.planner_config import OnChangedSettings
 from train.config import BalanceConfig
-from train.tokenizers import Record
+from train.token_table import TokenTable
+from train.tokenizers import IntArray, Record
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Capped:
         num_unlearnable: Records left out because none of the tokens that remain counts in the loss.
     """
 
-    records: list[Record]
+    records: TokenTable
     num_oversize: int
     tokens_removed: int
     num_unlearnable: int
@@ -54,29 +54,36 @@ class Capped:
         )
 
 
-def cap_records(records: Sequence[Record], *, max_tokens: int, on_oversize: str) -> Capped:
-    """Applies the cap to records in memory. It comes before sharding: the number of steps follows from what is left.
+def cap_records(records: TokenTable, *, max_tokens: int, on_oversize: str) -> Capped:
+    """Applies the cap, as `bcl_grain.cap_oversize` would, from the sizes alone; only what is cut is read.
+
+    It comes before sharding: the number of steps follows from what is left.
 
     Raises:
         ValueError: If a record is too large and `on_oversize` is "error", or no record is left.
     """
-    report = CapReport()
-    ds = grain.MapDataset.source(records).pipe(
-        cap_oversize,
-        max_size=max_tokens,
-        on_oversize=on_oversize,
-        report=None if on_oversize == "error" else report,
-    )
-    capped = list(ds.to_iter_dataset(READ_IN_PLACE))
-    kept = [record for record in capped if record["loss_mask"][1:].any()]
-    if not kept:
+    too_large = records.sizes > max_tokens
+    num_oversize = int(too_large.sum())
+    if num_oversize and on_oversize == "error":
+        first = int(np.argmax(too_large))
+        raise ValueError(
+            f"record {first} has {records.sizes[first]:,} tokens, {num_oversize:,} of {len(records):,} records have "
+            f"more than max_tokens {max_tokens:,}"
+        )
+    capped = records.cut(max_tokens) if on_oversize == "truncate" else records.select(~too_large)
+    kept = capped.select(capped.loss_tokens > 0)
+    if not len(kept):
         raise ValueError(f"no record of {len(records)} is left after the cap of {max_tokens} tokens: raise it")
     return Capped(
         records=kept,
-        num_oversize=report.records,
-        tokens_removed=int(report.size_removed),
+        num_oversize=num_oversize,
+        tokens_removed=_total(records.sizes) - _total(capped.sizes),
         num_unlearnable=len(capped) - len(kept),
     )
+
+
+def _total(sizes: IntArray) -> int:
+    return int(sizes.sum(dtype=np.int64))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,13 +279,3 @@ def eval_chunks(
     """
     own = records[shard::num_shards]
     return [chunk for start in range(0, len(own), pack_size) for chunk in layout(own[start : start + pack_size])]
-
-
-def data_checksum(records: Sequence[Record]) -> int:
-    """Returns a checksum (CRC-32) of all tokens and masks: another corpus or tokenizer shows in it."""
-    digest = 0
-    for record in records:
-        for name in ("tokens", "loss_mask"):
-            digest = zlib.crc32(np.ascontiguousarray(record[name]).tobytes(), digest)
-        digest = zlib.crc32(len(record["tokens"]).to_bytes(8, "little"), digest)
-    return digest

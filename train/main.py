@@ -139,7 +139,8 @@ def _main(argv: Sequence[str]) -> int:
 def _agreement(prepared: Prepared) -> dict[str, Any]:
     """Returns what all processes must have alike, or they would wait for each other or compute nonsense."""
     runtime = dataclasses.asdict(prepared.config.runtime)
-    del runtime["prefetch_steps"]
+    for of_one_process in ("prefetch_steps", "token_cache", "data_workers"):
+        del runtime[of_one_process]
     return {
         **prepared.identity,
         "runtime": runtime,

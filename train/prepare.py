@@ -18,21 +18,25 @@ from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLay
 from bcl_grain.shapes import fit_shape
 from train.bigram import fit_bigram
 from train.chat import ChatFormat
-from train.chat_corpus import ChatCorpus, open_chat_format, read_chat_corpus
+from train.chat_corpus import open_chat_format, read_chat_corpus
 from train.config import CorpusConfig, TrainConfig
 from train.corpus import Split, describe_sizes, load_pairs, split_by_module
-from train.data import Capped, JobSize, LayOut, cap_records, cost_prior, data_checksum, job_size
+from train.data import JobSize, LayOut, cap_records, cost_prior, job_size
 from train.library import library_pairs
 from train.model import ModelConfig
 from train.parameter_names import FINAL_NORM
 from train.peft_adapters import WEIGHTS_FILE, read_lora_config
 from train.pretrained import Pretrained, open_pretrained
 from train.state import Optimizer, make_optimizer
-from train.tokenizers import ByteTokenizer, Record, Tokenizer, load_tokenizer, to_record
+from train.token_table import TokenTable
+from train.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, to_record
 from train.topology import Topology, packs_per_step, settle_lanes
 
 Say = Callable[[str], None]
 """Takes a line for the user."""
+
+BIGRAM_TOKENS = 20_000_000
+"""That the baseline looks at, at most."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +67,8 @@ class Prepared:
     optimizer: Optimizer
     lay_out: LayOut
     prior: CostPrior | None
-    train: list[Record]
-    evaluation: list[Record]
+    train: TokenTable
+    evaluation: TokenTable
     job: JobSize
     pretrained: Pretrained | None
     chat_format: ChatFormat | None
@@ -104,7 +108,7 @@ class Prepared:
         """Tokens that count in a step, on average; None where each step is divided by its own."""
         if not self.config.constant_denominator:
             return None
-        return self.job.global_batch * float(np.mean([record["loss_mask"][1:].sum() for record in self.train]))
+        return self.job.global_batch * float(self.train.loss_tokens.mean())
 
 
 def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepared:
@@ -118,14 +122,16 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     if config.pretrained is None:
         tokenizer = _tokenizer(config.corpus)
         split = _split(config.corpus, say)
-        texts = [[to_record(pair, tokenizer) for pair in part] for part in (split.train, split.evaluation)]
+        train, evaluation = (
+            TokenTable.of(to_record(pair, tokenizer) for pair in part) for part in (split.train, split.evaluation)
+        )
     else:
-        pretrained, chat_format = open_pretrained(config.pretrained), open_chat_format(config.pretrained)
+        pretrained = open_pretrained(config.pretrained)
+        chat_format = open_chat_format(config.pretrained, template=config.corpus.chat_template)
         tokenizer = chat_format.tokenizer
-        corpus = _conversations(config, chat_format, say)
-        texts = [corpus.train, corpus.evaluation]
-    train = _capped(texts[0], "training", config.corpus, say)
-    evaluation = _capped(texts[1], "held-out", config.corpus, say)
+        train, evaluation = _conversations(config, topology, chat_format, say)
+    train = _capped(train, "training", config.corpus, say)
+    evaluation = _capped(evaluation, "held-out", config.corpus, say)
     job = job_size(
         len(train),
         pack_size=config.balance.pack_size,
@@ -138,7 +144,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     lay_out = LayOut(layout, _cost(config.balance.cost_table, model, layout))
     identity: dict[str, Any] = {
         "config": config.identity(),
-        "data": {"train_checksum": data_checksum(train), "eval_checksum": data_checksum(evaluation)},
+        "data": {"train_checksum": train.checksum, "eval_checksum": evaluation.checksum},
         "job": dataclasses.asdict(job),
     }
     if pretrained is not None:
@@ -161,12 +167,12 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         job=job,
         pretrained=pretrained,
         chat_format=chat_format,
-        bigram_loss=fit_bigram(train, model.vocab_size).nats_per_token(evaluation),
+        bigram_loss=_bigram_loss(train, evaluation, model.vocab_size, say),
         identity=json.loads(json.dumps(identity)),
     )
 
 
-def _layout(config: TrainConfig, train: Sequence[Record], topology: Topology) -> Layout:
+def _layout(config: TrainConfig, train: TokenTable, topology: Topology) -> Layout:
     if config.step != "spmd":
         return config.layout
     packs = packs_per_step(config.balance)
@@ -179,7 +185,7 @@ def _layout(config: TrainConfig, train: Sequence[Record], topology: Topology) ->
         return config.layout
     assert isinstance(config.layout, RowPackedLayout)
     rows, length = fit_shape(
-        [len(record["tokens"]) for record in train],
+        train.sizes,
         max_length=config.layout.length,
         pack_size=config.balance.pack_size,
         multiple_of=config.layout.length,
@@ -224,33 +230,45 @@ def _split(corpus: CorpusConfig, say: Say) -> Split:
     return split
 
 
-def _conversations(config: TrainConfig, chat_format: ChatFormat, say: Say) -> ChatCorpus:
-    corpus = config.corpus
-    return read_chat_corpus(
-        corpus.chat_paths,
-        corpus.chat_weights,
+def _conversations(
+    config: TrainConfig, topology: Topology, chat_format: ChatFormat, say: Say
+) -> tuple[TokenTable, TokenTable]:
+    corpus = read_chat_corpus(
+        config.corpus,
         chat_format,
-        train_on=corpus.train_on,
-        on_bad_row=corpus.on_bad_row,
-        eval_share=corpus.eval_share,
         seed=config.seed,
+        token_cache=config.runtime.token_cache,
+        workers=config.runtime.data_workers,
         say=say,
+        progress=topology.is_main,
     )
+    return corpus.train, corpus.evaluation
 
 
-def _capped(records: list[Record], part: str, corpus: CorpusConfig, say: Say) -> list[Record]:
-    say(f"{part}: {describe_sizes([len(record['tokens']) for record in records])} (tokens)")
+def _capped(records: TokenTable, part: str, corpus: CorpusConfig, say: Say) -> TokenTable:
+    say(f"{part}: {describe_sizes(records.sizes)} (tokens)")
     try:
-        capped: Capped = cap_records(records, max_tokens=corpus.max_tokens, on_oversize=corpus.on_oversize)
+        capped = cap_records(records, max_tokens=corpus.max_tokens, on_oversize=corpus.on_oversize)
     except ValueError as error:
         if corpus.on_oversize != "error":
             raise
         raise ValueError(
-            f"{part}: {str(error).split(': raise max_size')[0]}: raise corpus.max_tokens, and the layout's rows, "
-            "or set corpus.on_oversize to truncate or drop"
+            f"{part}: {error}: raise corpus.max_tokens, and the layout's rows, or set corpus.on_oversize to truncate "
+            "or drop"
         ) from error
     say(f"{part}, capped at {corpus.max_tokens} ({corpus.on_oversize}): {capped.describe()}")
     return capped.records
+
+
+def _bigram_loss(train: TokenTable, evaluation: TokenTable, vocab_size: int, say: Say) -> float:
+    """Returns the baseline's loss; of a large corpus it sees evenly spread records, as it keeps all pairs in memory."""
+    parts = []
+    for part, records in (("training", train), ("held-out", evaluation)):
+        every = -(-int(records.loss_tokens.sum(dtype=np.int64)) // BIGRAM_TOKENS)
+        if every > 1:
+            say(f"bigram model: one of {every} {part} records")
+        parts.append(records[::every])
+    return fit_bigram(parts[0], vocab_size).nats_per_token(parts[1])
 
 
 def _model(config: TrainConfig, tokenizer: Tokenizer, pretrained: Pretrained | None) -> ModelConfig:

@@ -34,7 +34,7 @@ def compare_all(prepared: Prepared) -> Comparison:
         epochs=1,
     )
     return compare_policies(
-        [len(record["tokens"]) for record in prepared.train],
+        prepared.train.sizes,
         job,
         ranks=ranks,
         balance=config.balance,

@@ -55,20 +55,30 @@ def open_source(path: str | os.PathLike[str], *, max_line_bytes: int = MAX_LINE_
     Raises:
         ValueError: If there is nothing at `path` that can be read, saying what to do.
     """
-    where = pathlib.Path(path)
-    if where.is_dir() and any((where / name).exists() for name in ("state.json", "dataset_dict.json")):
+    if _is_saved_dataset(where := pathlib.Path(path)):
         from train.tables import open_saved_dataset  # needs pyarrow, which only columnar files take
 
         return _joined(open_saved_dataset(where))
+    return _joined([_open_file(file, max_line_bytes) for file in source_files(path)])
+
+
+def source_files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """Returns the files that hold a source's rows, and its description where it has one, without reading them.
+
+    Raises:
+        ValueError: If there is nothing at `path`, or a directory holds files of several kinds.
+    """
+    where = pathlib.Path(path)
+    if _is_saved_dataset(where):
+        return sorted(file for file in where.iterdir() if file.suffix in (".arrow", ".json"))
     if where.is_dir():
-        files = _files_of_one_kind(where)
-    elif where.exists():
-        files = [where]
-    else:
-        files = sorted(map(pathlib.Path, glob.glob(os.fspath(path), recursive=True)))
-        if not files:
-            raise ValueError(f"there is no file {os.fspath(path)!r}; give a file, a directory or a pattern")
-    return _joined([_open_file(file, max_line_bytes) for file in files])
+        return _files_of_one_kind(where)
+    if where.exists():
+        return [where]
+    files = sorted(map(pathlib.Path, glob.glob(os.fspath(path), recursive=True)))
+    if not files:
+        raise ValueError(f"there is no file {os.fspath(path)!r}; give a file, a directory or a pattern")
+    return files
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,6 +127,10 @@ class Concatenated:
             raise IndexError(f"row {index} of {len(self)}")
         part = bisect.bisect_right(self._ends, index)
         return self.sources[part], index - (self._ends[part - 1] if part else 0)
+
+
+def _is_saved_dataset(where: pathlib.Path) -> bool:
+    return where.is_dir() and any((where / name).exists() for name in ("state.json", "dataset_dict.json"))
 
 
 def _joined(sources: Sequence[Source]) -> Source:
