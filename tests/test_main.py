@@ -21,11 +21,10 @@ from absl.testing import flagsaver
 import train.loop
 import train.step
 from tests.full_disk import largest_file
-from tests.tiny_run import STEPS, tiny_config, write_config, write_corpus
+from tests.tiny_run import STEPS, write_config, write_corpus
 from train import main as command
 from train.loop import warm_up
 from train.metrics_log import METRICS_FILE, read_events
-from train.overrides import load_config, override
 from train.prepare import Prepared, Say
 from train.programs import Programs
 
@@ -287,58 +286,3 @@ def test_unknown_flags_and_arguments_are_bad_input() -> None:
     assert "error: Unknown command line flag 'stepz'. Did you mean: steps" in result.stderr
     with flagsaver.flagsaver(config="configs/default.py"):
         assert command.main(["train.main", "steps=3"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("x = 1", "must define get_config"),
-        ("def get_config(): return 3", "must return a TrainConfig, got int"),
-        (
-            "from train.config import *\ndef get_config(): return TrainConfig(stepz=3)",
-            "unexpected keyword argument 'stepz'",
-        ),
-        ("from train.config import *\ndef get_config(): return TrainConfig(steps='3')", "steps must be an integer"),
-        (
-            "from train.config import *\ndef get_config(): return TrainConfig(optimizer=OptimizerConfig(b1='0'))",
-            "optimizer: b1 must be float, got '0'",
-        ),
-    ],
-)
-def test_a_config_file_is_checked(source: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "c.py").write_text(source)
-    with pytest.raises(ValueError, match=message):
-        load_config(tmp_path / "c.py")
-    with pytest.raises(ValueError, match="there is no config file"):
-        load_config(tmp_path / "d.py")
-
-
-def test_overrides_take_the_types_of_fields(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path / "7")
-    changed = override(
-        config,
-        [
-            "layout.heights=[1, 3]",
-            "steps=None",
-            "optimizer.b1=1",
-            "corpus.path=7",
-            "constant_denominator=True",
-            "steps=4",
-        ],
-    )
-    assert changed.layout.shapes == ((1, 64), (2, 64), (3, 64))
-    assert (changed.steps, changed.optimizer.b1, changed.corpus.path, changed.constant_denominator) == (
-        4,
-        1.0,
-        "7",
-        True,
-    )
-    assert isinstance(changed.optimizer.b1, float)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
-def test_configs_are_valid(path: Path) -> None:
-    load_config(path)
-    header = path.read_text().split('"""')[1]
-    for word in ("Command:", "Hardware:", "Time:", "Result:"):
-        assert word in header

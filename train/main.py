@@ -35,7 +35,9 @@ from train.topology import Topology, recall_lanes
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 
 _CONFIG = flags.DEFINE_string("config", None, "Config file: defines get_config() -> TrainConfig.", required=True)
-_SET = flags.DEFINE_multi_string("set", [], "Replaces a field: --set=balance.policy=arrival. May be repeated.")
+_SET = flags.DEFINE_multi_string(
+    "set", [], "Replaces a field: --set=balance.policy=arrival. May be repeated, in any order."
+)
 _STEPS = flags.DEFINE_integer("steps", None, "Number of updates: the same as --set=steps=N.", lower_bound=1)
 _RUN_DIR = flags.DEFINE_string("run_dir", None, "Where the run's files go. Default: runs/<config name>-<number>.")
 _RESUME = flags.DEFINE_bool("resume", False, "Goes on with the run in --run_dir, from its latest checkpoint.")
@@ -72,14 +74,13 @@ def _main(argv: Sequence[str]) -> int:
             raise ValueError(
                 "--init starts a new run from another one's parameters, --resume goes on with a run: pass one"
             )
-        config = override(load_config(_CONFIG.value), _SET.value)
+        steps = [] if _STEPS.value is None else [f"steps={_STEPS.value}"]
+        config = override(load_config(_CONFIG.value), [*_SET.value, *steps])
         if init is not None and config.pretrained is not None and config.model.lora is None:
             raise ValueError(
                 f"the config starts from the model {config.pretrained!r}, --init from the parameters of another run: "
                 "leave one out"
             )
-        if _STEPS.value is not None:
-            config = dataclasses.replace(config, steps=_STEPS.value)
         join(
             coordinator_address=_COORDINATOR_ADDRESS.value,
             num_processes=_NUM_PROCESSES.value,

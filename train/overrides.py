@@ -39,18 +39,27 @@ def load_config(path: str | Path) -> TrainConfig:
 def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
     """Returns a config with fields replaced, each `name=value` or `part.name=value`, and checked anew.
 
+    All are made before anything is checked, so that fields which belong together may come in any order. If one is
+    assigned twice the later assignment wins. A group that may be None becomes one by `part=None`; a field of a group
+    that is None makes one of it, with defaults for its other fields.
+
     Raises:
-        ValueError: If an assignment is malformed, names no field, or its value has the wrong type.
+        ValueError: If an assignment is malformed, names no field, or its value has the wrong type; or if the fields
+            don't go together.
 
     >>> override(TrainConfig(), ["balance.pack_size=8", "steps=3"]).balance.pack_size
     8
+    >>> override(TrainConfig(), ["corpus.max_tokens=64", "layout.length=64"]).layout.length
+    64
     """
+    draft = _draft(config)
     for assignment in assignments:
         name, separator, text = assignment.partition("=")
         if not separator:
             raise ValueError(f"expected name=value, got {assignment!r}")
-        config = _replaced(config, name.strip().split("."), text.strip(), assignment)
-    return config
+        _assign(draft, name.strip().split("."), text.strip(), assignment)
+    changed: TrainConfig = _built(draft)
+    return changed
 
 
 def _check_types(value: Any, where: str) -> None:
@@ -73,20 +82,58 @@ def _type_name(wanted: Any) -> str:
     return wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
 
 
-def _replaced(value: Any, path: list[str], text: str, assignment: str) -> Any:
+@dataclasses.dataclass
+class _Draft:
+    """A group of fields before it is checked.
+
+    Attributes:
+        kind: The dataclass that it will be.
+        values: Fields that have a value; that of a group is a draft.
+    """
+
+    kind: Any
+    values: dict[str, Any]
+
+
+def _draft(value: Any) -> _Draft:
+    """Returns the draft of a dataclass; of a kind of dataclass the draft of what has a default."""
+    values = {}
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            current = getattr(value, field.name)
+            values[field.name] = _draft(current) if dataclasses.is_dataclass(current) else current
+    return _Draft(value if isinstance(value, type) else type(value), values)
+
+
+def _assign(draft: _Draft, path: list[str], text: str, assignment: str) -> None:
     name, *rest = path
-    names = [field.name for field in dataclasses.fields(value)]
+    names = [field.name for field in dataclasses.fields(draft.kind)]
     if name not in names:
-        raise ValueError(f"{assignment!r}: {type(value).__name__} has no field {name!r}, only {', '.join(names)}")
-    current = getattr(value, name)
+        raise ValueError(f"{assignment!r}: {draft.kind.__name__} has no field {name!r}, only {', '.join(names)}")
+    wanted = typing.get_type_hints(draft.kind)[name]
+    members = typing.get_args(wanted) or (wanted,)
+    group = next((member for member in members if dataclasses.is_dataclass(member)), None)
     if rest:
-        if not dataclasses.is_dataclass(current):
+        if group is None:
             raise ValueError(f"{assignment!r}: {name!r} has no fields")
-        return dataclasses.replace(value, **{name: _replaced(current, rest, text, assignment)})
-    if dataclasses.is_dataclass(current):
-        raise ValueError(f"{assignment!r}: {name!r} is a group of fields: set one of them, {name}.<field>=value")
-    wanted = typing.get_type_hints(type(value))[name]
-    return dataclasses.replace(value, **{name: _parsed(text, wanted, assignment)})
+        if draft.values.get(name) is None:
+            draft.values[name] = _draft(group)
+        _assign(draft.values[name], rest, text, assignment)
+    elif group is None:
+        draft.values[name] = _parsed(text, wanted, assignment)
+    elif text == "None" and type(None) in members:
+        draft.values[name] = None
+    else:
+        none = f", or {name}=None for none" if type(None) in members else ""
+        raise ValueError(f"{assignment!r}: {name!r} is a group of fields: set one of them, {name}.<field>=value{none}")
+
+
+def _built(draft: _Draft) -> Any:
+    """Returns the dataclass, its groups made first; each checks itself then."""
+    names = [field.name for field in dataclasses.fields(draft.kind)]
+    if missing := [name for name in names if name not in draft.values]:
+        raise ValueError(f"a {draft.kind.__name__} needs {', '.join(missing)} too: set that as well")
+    return draft.kind(**{n: _built(v) if isinstance(v, _Draft) else v for n, v in draft.values.items()})
 
 
 def _parsed(text: str, wanted: Any, assignment: str) -> Any:
