@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bcl_grain.memory import GIB
+from tests.tiny_run import shapes_of
 from train.memory import check_memory, peak_bytes, state_bytes
 from train.model import ModelConfig
 from train.overrides import load_config
@@ -30,9 +31,9 @@ def test_stated_memory(name: str) -> None:
     header = (CONFIGS / f"{name}.py").read_text().split('"""')[1]
     state, peak = (float(value) for value in re.findall(r": ([\d.]+)\s+GiB", header)[:2])
     assert state == pytest.approx(state_bytes(model) / GIB, abs=0.06)
-    largest = max(peak_bytes(model, *shape) for shape in config.layout.shapes)
+    largest = max(peak_bytes(model, *shape) for shape in shapes_of(config))
     assert peak == pytest.approx(largest / GIB, abs=0.06)
-    check_memory(model, config.layout.shapes, budget_gib=131)
+    check_memory(model, shapes_of(config), budget_gib=131)
 
 
 def test_all_parameters_of_the_large_one_would_not_fit() -> None:
@@ -40,4 +41,4 @@ def test_all_parameters_of_the_large_one_would_not_fit() -> None:
     model = dataclasses.replace(MODELS["llama_8b_lora_h200"], remat=True)
     assert state_bytes(model) / GIB == pytest.approx(149.6, abs=0.06)
     with pytest.raises(ValueError, match=r"no row fits: train adapters alone"):
-        check_memory(model, config.layout.shapes, budget_gib=131)
+        check_memory(model, shapes_of(config), budget_gib=131)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import tiny_config
+from tests.tiny_run import shapes_of, tiny_config
 from train.config import TrainConfig
 from train.lora import LoraConfig
 from train.overrides import load_config, override
@@ -54,7 +54,7 @@ def test_overrides_take_the_types_of_fields(tmp_path: Path) -> None:
             "steps=4",
         ],
     )
-    assert changed.layout.shapes == ((1, 64), (2, 64), (3, 64))
+    assert shapes_of(changed) == ((1, 64), (2, 64), (3, 64))
     assert (changed.steps, changed.optimizer.b1, changed.corpus.path, changed.constant_denominator) == (
         4,
         1.0,
@@ -69,9 +69,9 @@ def test_overrides_take_the_types_of_fields(tmp_path: Path) -> None:
 )
 def test_overrides_are_checked_together_in_any_order(assignments: tuple[str, ...], tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "corpus.jsonl")
-    assert config.corpus.max_tokens == config.layout.shapes[-1][1] == 64
+    assert config.corpus.max_tokens == shapes_of(config)[-1][1] == 64
     changed = override(config, assignments)
-    assert (changed.corpus.max_tokens, changed.layout.shapes[-1][1], changed.steps) == (32, 32, 2)
+    assert (changed.corpus.max_tokens, shapes_of(changed)[-1][1], changed.steps) == (32, 32, 2)
     with pytest.raises(ValueError, match=r"corpus\.max_tokens 64 is longer than the layout's longest row 32"):
         override(config, [a for a in assignments if not a.startswith("corpus")])
 

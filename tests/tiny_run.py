@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bcl_grain.layouts import RowPackedLayout
-from train.config import BalanceConfig, CorpusConfig, OptimizerConfig, RuntimeConfig, TrainConfig
+from train.config import BalanceConfig, CorpusConfig, FitRows, OptimizerConfig, RuntimeConfig, TrainConfig
 from train.model import ModelConfig
 from train.prepare import Prepared, prepare
 from train.topology import Topology
@@ -49,6 +49,12 @@ def tiny_run(tmp_path: Path, **changes: Any) -> Prepared:
     topology = Topology(process_index=0, process_count=1, local_devices=1)
     config = tiny_config(write_corpus(tmp_path / "pairs.jsonl"), **changes)
     return prepare(config, topology, say=lambda line: None)
+
+
+def shapes_of(config: TrainConfig) -> tuple[tuple[int, int], ...]:
+    """The chunk shapes of a config that names its layout."""
+    assert not isinstance(config.layout, FitRows)
+    return config.layout.shapes
 
 
 def write_config(path: Path, corpus: Path) -> Path:

@@ -117,6 +117,23 @@ class BalanceConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FitRows:
+    """In a layout's place: the row-packed layout that `bcl_grain.fit_rows` chooses for the run's records and costs.
+
+    Attributes:
+        most_shapes: Row lengths, each a program to compile. More of them execute less padding and less attention.
+        multiple_of: Row lengths are multiples of it; some attention kernels of GPUs want 128.
+    """
+
+    most_shapes: int = 4
+    multiple_of: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("most_shapes", "multiple_of"):
+            _check_least(self, name, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """AdamW with warm-up and cosine decay; see `train.state.make_optimizer`.
 
@@ -205,7 +222,7 @@ class TrainConfig:
     Attributes:
         corpus: Text and how it becomes records.
         balance: How records become packs.
-        layout: How packs become chunks. Its `pad_id` follows the tokenizer.
+        layout: How packs become chunks: a layout of the library, whose `pad_id` follows the tokenizer, or `FitRows`.
         model: Dimensions. A `vocab_size` of 1 stands for the tokenizer's. Of a pretrained model's run only `lora` and
             `remat` are looked at.
         pretrained: A model to start from: a Hugging Face directory or a GGUF file. With `model.lora` it stays as it is
@@ -228,9 +245,7 @@ class TrainConfig:
 
     corpus: CorpusConfig = CorpusConfig()
     balance: BalanceConfig = BalanceConfig()
-    layout: Layout = dataclasses.field(
-        default_factory=lambda: RowPackedLayout(length=1024, rows_per_chunk=2, heights=(1,))
-    )
+    layout: Layout | FitRows = FitRows()
     model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(vocab_size=1))
     pretrained: str | None = None
     adapters: str | None = None
@@ -263,6 +278,8 @@ class TrainConfig:
             raise ValueError(f"adapters {self.adapters!r} are trained on as adapters: set model.lora as they were made")
         if self.pretrained is not None and not self.corpus.chat_paths:
             raise ValueError("a pretrained model learns from conversations: set corpus.chat_paths")
+        if isinstance(self.layout, FitRows):
+            return
         longest = max(length for _, length in self.layout.shapes)
         if self.corpus.max_tokens > longest:
             raise ValueError(

@@ -145,7 +145,6 @@ def _agreement(prepared: Prepared) -> dict[str, Any]:
     return {
         **prepared.identity,
         "runtime": runtime,
-        "chunk shapes": prepared.lay_out.layout.shapes,
         "versions": {module.__name__: module.__version__ for module in (jax, np)},
     }
 

@@ -15,11 +15,11 @@ from bcl_grain.cost_prior import CostPrior
 from bcl_grain.cost_table import TableCost, read_cost_table
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
-from bcl_grain.shapes import fit_shape
+from bcl_grain.shapes import fit_rows, fit_shape
 from train.bigram import fit_bigram
 from train.chat import ChatFormat
 from train.chat_corpus import open_chat_format, read_chat_corpus
-from train.config import CorpusConfig, TrainConfig
+from train.config import CorpusConfig, FitRows, TrainConfig
 from train.corpus import Split, describe_sizes, load_pairs, split_by_module
 from train.data import JobSize, LayOut, cap_records, cost_prior, job_size
 from train.library import library_pairs
@@ -140,12 +140,15 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         epochs=config.epochs,
     )
     model = _model(config, tokenizer, pretrained)
-    layout: Layout = dataclasses.replace(_layout(config, train, topology), pad_id=tokenizer.pad_id)
+    layout: Layout = dataclasses.replace(_layout(config, train, model, topology), pad_id=tokenizer.pad_id)
+    if isinstance(config.layout, FitRows):
+        say(f"layout: rows of {', '.join(str(length) for _, length in layout.shapes)} tokens, chosen for these records")
     lay_out = LayOut(layout, _cost(config.balance.cost_table, model, layout))
     identity: dict[str, Any] = {
         "config": config.identity(),
         "data": {"train_checksum": train.checksum, "eval_checksum": evaluation.checksum},
         "job": dataclasses.asdict(job),
+        "chunk_shapes": layout.shapes,
     }
     if pretrained is not None:
         # A later training of the same model has other norms, too.
@@ -172,9 +175,23 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     )
 
 
-def _layout(config: TrainConfig, train: TokenTable, topology: Topology) -> Layout:
-    if config.step != "spmd":
+def _layout(config: TrainConfig, train: TokenTable, model: ModelConfig, topology: Topology) -> Layout:
+    if config.step == "spmd":
+        return _one_shape(config, train, topology)
+    if not isinstance(config.layout, FitRows):
         return config.layout
+    return fit_rows(
+        train.sizes,
+        pack_size=config.balance.pack_size,
+        cost=model.cost(),
+        # Records to evaluate may be longer than all that are learnt from.
+        max_length=config.corpus.max_tokens,
+        most_shapes=config.layout.most_shapes,
+        multiple_of=config.layout.multiple_of,
+    )
+
+
+def _one_shape(config: TrainConfig, train: TokenTable, topology: Topology) -> Layout:
     packs = packs_per_step(config.balance)
     if packs % topology.ranks:
         raise ValueError(
