@@ -290,12 +290,13 @@ class TrainConfig:
     def identity(self) -> dict[str, Any]:
         """Returns all that the result depends on, JSON-safe: two runs with the same are the same run.
 
-        Of a cost table, a model, adapters and a chat template what they hold counts, not where they lie: `prepare` adds
-        that.
+        Of data, a tokenizer, a chat template, a cost table, a model and adapters what they hold counts, not where they
+        lie: `prepare` adds that.
         """
         values = dataclasses.asdict(self)
         del values["runtime"], values["balance"]["cost_table"], values["pretrained"], values["adapters"]
-        del values["corpus"]["chat_template"]
+        for path in ("path", "chat_paths", "chat_template", "tokenizer"):
+            del values["corpus"][path]
         values["layout"]["kind"] = type(self.layout).__name__
         return values
 
