@@ -56,7 +56,7 @@ def dataset(
         records(),
         job,
         balance=balance,
-        prior=cost_prior(records(), balance, LAY_OUT, seed=5),
+        prior=cost_prior(records(), balance, LAY_OUT.cost, seed=5),
         lay_out=LAY_OUT,
         seed=5,
         prefetch_steps=prefetch,

@@ -46,7 +46,7 @@ def test_fitted_rows_are_said(tmp_path: Path) -> None:
     lines: list[str] = []
     config = tiny_config(write_corpus(tmp_path / "pairs.jsonl"), layout=FitRows(most_shapes=1, multiple_of=8))
     prepare(config, Topology(process_index=0, process_count=1, local_devices=1), say=lines.append)
-    assert "layout: rows of 64 tokens, chosen for these records" in lines
+    assert "layout: chunks of 1 x 64 tokens, chosen for these records" in lines
 
 
 @pytest.mark.parametrize("field", ["most_shapes", "multiple_of"])

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, cast, get_args
+from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from bcl_grain.cost_prior import CostPrior
 from bcl_grain.metrics import check_comparable
 from bcl_grain.planner import PlannerConfig, Policy
 from bcl_grain.simulate import Simulation, simulate
 from train.config import BalanceConfig
-from train.data import JobSize, LayOut, arrivals
+from train.data import JobSize, LayOut, arrival_sizes
+from train.tokenizers import IntArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Comparison:
 
 
 def compare_policies(
-    lengths: npt.NDArray[np.integer[Any]],
+    lengths: IntArray,
     job: JobSize,
     *,
     ranks: int,
@@ -79,8 +78,7 @@ def compare_policies(
         lay_out: Packs to chunks, and what both cost.
         seed: Key of the shuffle.
     """
-    source = cast(Sequence[int], lengths)
-    streams = np.array([list(arrivals(source, job, seed=seed, shard=rank, num_shards=ranks)) for rank in range(ranks)])
+    streams = np.array([arrival_sizes(lengths, job, seed=seed, shard=rank, num_shards=ranks) for rank in range(ranks)])
     simulations = {
         policy: simulate(
             PlannerConfig(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import grain
 import numpy as np
@@ -140,6 +140,12 @@ def arrivals(source: Sequence[T], job: JobSize, *, seed: int, shard: int, num_sh
     return ds[shard : job.steps * job.global_batch : num_shards]
 
 
+def arrival_sizes(sizes: IntArray, job: JobSize, *, seed: int, shard: int, num_shards: int) -> IntArray:
+    """Returns the sizes of the records that one shard reads in a job, in the order of `arrivals`."""
+    ds = arrivals(cast(Sequence[int], sizes), job, seed=seed, shard=shard, num_shards=num_shards)
+    return np.array(list(ds.to_iter_dataset(READ_IN_PLACE)), np.int32)
+
+
 class Pack(NamedTuple):
     """What one device consumes in one step.
 
@@ -181,13 +187,13 @@ class LayOut:
         )
 
 
-def cost_prior(records: Sequence[Record], balance: BalanceConfig, lay_out: LayOut, *, seed: int) -> CostPrior | None:
+def cost_prior(
+    records: Sequence[Record], balance: BalanceConfig, cost: TransformerCost, *, seed: int
+) -> CostPrior | None:
     """Returns what all ranks know of the mean cost before the first step, from the records before they are sharded."""
     if not balance.prior_records:
         return None
-    return estimate_cost_prior(
-        records, lay_out.cost, pack_size=balance.pack_size, num_records=balance.prior_records, seed=seed
-    )
+    return estimate_cost_prior(records, cost, pack_size=balance.pack_size, num_records=balance.prior_records, seed=seed)
 
 
 def train_dataset(

@@ -15,13 +15,13 @@ from bcl_grain.cost_prior import CostPrior
 from bcl_grain.cost_table import TableCost, read_cost_table
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
-from bcl_grain.shapes import fit_rows, fit_shape
 from train.bigram import fit_bigram
 from train.chat import ChatFormat
 from train.chat_corpus import open_chat_format, read_chat_corpus
-from train.config import CorpusConfig, FitRows, TrainConfig
+from train.config import CorpusConfig, TrainConfig
 from train.corpus import Split, describe_sizes, load_pairs, split_by_module
 from train.data import JobSize, LayOut, cap_records, cost_prior, job_size
+from train.layout import choose_layout, rehearse
 from train.library import library_pairs
 from train.model import ModelConfig
 from train.parameter_names import FINAL_NORM
@@ -77,16 +77,14 @@ class Prepared:
 
     @property
     def one_shape(self) -> tuple[int, int] | None:
-        """The (rows, length) that every pack must fit; None if the step is decoupled."""
+        """The (rows, length) that every pack must fit; None if the layout has several shapes."""
         layout = self.lay_out.layout
-        if self.config.step != "spmd" or not isinstance(layout, RowPackedOneShapeLayout):
-            return None
-        return layout.rows, layout.length
+        return (layout.rows, layout.length) if isinstance(layout, RowPackedOneShapeLayout) else None
 
     @property
     def spmd_packs(self) -> int | None:
         """Packs of each device in a step that is one program; None if the step is decoupled."""
-        if self.one_shape is None:
+        if self.config.step != "spmd":
             return None
         return packs_per_step(self.config.balance) // self.topology.ranks
 
@@ -140,10 +138,16 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         epochs=config.epochs,
     )
     model = _model(config, tokenizer, pretrained)
-    layout: Layout = dataclasses.replace(_layout(config, train, model, topology), pad_id=tokenizer.pad_id)
-    if isinstance(config.layout, FitRows):
-        say(f"layout: rows of {', '.join(str(length) for _, length in layout.shapes)} tokens, chosen for these records")
-    lay_out = LayOut(layout, _cost(config.balance.cost_table, model, layout))
+    layout = choose_layout(config, train.sizes, model, topology)
+    cost = _cost(config.balance.cost_table, model, layout)
+    prior = cost_prior(train, config.balance, cost, seed=config.seed)
+    if isinstance(layout, RowPackedOneShapeLayout):
+        layout = rehearse(config, layout, train.sizes, job, cost=cost, prior=prior, progress=topology.is_main)
+        cost = _cost(config.balance.cost_table, model, layout)
+    if layout is not config.layout:
+        shapes = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
+        say(f"layout: chunks of {shapes} tokens, chosen for these records")
+    lay_out = LayOut(dataclasses.replace(layout, pad_id=tokenizer.pad_id), cost)
     identity: dict[str, Any] = {
         "config": config.identity(),
         "data": {"train_checksum": train.checksum, "eval_checksum": evaluation.checksum},
@@ -164,7 +168,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         model=model,
         optimizer=make_optimizer(total_steps=job.steps, **dataclasses.asdict(config.optimizer)),
         lay_out=lay_out,
-        prior=cost_prior(train, config.balance, lay_out, seed=config.seed),
+        prior=prior,
         train=train,
         evaluation=evaluation,
         job=job,
@@ -173,41 +177,6 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         bigram_loss=_bigram_loss(train, evaluation, model.vocab_size, say),
         identity=json.loads(json.dumps(identity)),
     )
-
-
-def _layout(config: TrainConfig, train: TokenTable, model: ModelConfig, topology: Topology) -> Layout:
-    if config.step == "spmd":
-        return _one_shape(config, train, topology)
-    if not isinstance(config.layout, FitRows):
-        return config.layout
-    return fit_rows(
-        train.sizes,
-        pack_size=config.balance.pack_size,
-        cost=model.cost(),
-        # Records to evaluate may be longer than all that are learnt from.
-        max_length=config.corpus.max_tokens,
-        most_shapes=config.layout.most_shapes,
-        multiple_of=config.layout.multiple_of,
-    )
-
-
-def _one_shape(config: TrainConfig, train: TokenTable, topology: Topology) -> Layout:
-    packs = packs_per_step(config.balance)
-    if packs % topology.ranks:
-        raise ValueError(
-            f"step 'spmd' gives every device as many packs, but {packs} packs a step ({config.balance.lanes} lanes of "
-            f"{config.balance.packs_per_step}) can't be shared by {topology.ranks} devices: use step='decoupled'"
-        )
-    if isinstance(config.layout, RowPackedOneShapeLayout):
-        return config.layout
-    assert isinstance(config.layout, RowPackedLayout)
-    rows, length = fit_shape(
-        train.sizes,
-        max_length=config.layout.length,
-        pack_size=config.balance.pack_size,
-        multiple_of=config.layout.length,
-    )
-    return RowPackedOneShapeLayout(rows=rows, length=length)
 
 
 def _cost(table: str | None, model: ModelConfig, layout: Layout) -> TransformerCost:
