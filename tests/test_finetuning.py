@@ -8,48 +8,25 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from absl.testing import flagsaver
 
 import train.main as command
 from bcl_grain.memory import GIB
 from tests.chat_formats import write_chat_model
+from tests.tiny_tuning import LORA, eval_losses, write_config, write_talk
 from train.ask import answer
-from train.checkpoints import saved_identity
 from train.loop import warm_up
 from train.memory import peak_bytes
-from train.metrics_log import read_events
 from train.prepare import Prepared, Say
 from train.pretrained import open_pretrained
 from train.programs import Programs
+from train.run_directory import saved_identity
 from train.samples import SAMPLES_FILE
 
 pytestmark = pytest.mark.usefixtures("parsed_flags")
 
-CONFIG = """
-from bcl_grain.layouts import RowPackedLayout
-from train.config import BalanceConfig, CorpusConfig, OptimizerConfig, RuntimeConfig, TrainConfig
-from train.lora import LoraConfig
-from train.model import ModelConfig
-
-def get_config():
-    return TrainConfig(
-        pretrained={model!r},
-        corpus=CorpusConfig(chat_paths=({data!r},), eval_share=0.2, max_tokens=192),
-        balance=BalanceConfig(pack_size=4, lookahead=3),
-        layout=RowPackedLayout(length=192, rows_per_chunk=1),
-        model=ModelConfig(vocab_size=1, lora={lora}),
-        optimizer=OptimizerConfig(warmup_steps=1, learning_rate=1e-2),
-        runtime=RuntimeConfig(
-            on_late_compilation="error", eval_every=4, checkpoint_every=2, simulated_ranks=2, simulated_steps=4,
-            token_cache={cache!r}, sample_prompts=("hello", "what is it?"), sample_tokens=8,
-        ),
-        steps=6,
-    )
-"""
 _COMPILED: dict[Any, Programs] = {}
-LORA = 'LoraConfig(rank=2, alpha=4.0, targets=("query", "down"))'
 
 
 @pytest.fixture(autouse=True)
@@ -72,28 +49,13 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    rows = []
-    for i in range(60):
-        turns = []
-        for turn in range(int(rng.integers(1, 3))):
-            turns.append({"role": "user", "content": f"question {i} {turn}"})
-            turns.append({"role": "assistant", "content": "hello the " * int(rng.integers(1, 6))})
-        rows.append(json.dumps({"messages": turns}))
-    path = tmp_path / "talk.jsonl"
-    path.write_text("\n".join(rows) + "\n")
-    return path
+    return write_talk(tmp_path / "talk.jsonl")
 
 
 def run(tmp_path: Path, model: Path, data: Path, *assignments: str, lora: str = "None", **given: Any) -> int:
-    config = tmp_path / "tune.py"
-    config.write_text(CONFIG.format(model=str(model), data=str(data), lora=lora, cache=str(tmp_path / "tokens")))
+    config = write_config(tmp_path / "tune.py", model=model, data=data, lora=lora)
     with flagsaver.flagsaver(config=str(config), set=list(assignments), compile_cache="", **given):
         return command.main(["train.main"])
-
-
-def eval_losses(run_dir: Path) -> list[float]:
-    return [event["loss"] for event in read_events(run_dir) if event["kind"] == "eval"]
 
 
 def test_a_model_directory_comes_out_that_has_the_losses_of_the_run(tmp_path: Path, model: Path, data: Path) -> None:
@@ -115,6 +77,18 @@ def test_adapters_come_out_that_have_the_losses_of_the_run(tmp_path: Path, model
     second = tmp_path / "second"
     assert run(tmp_path, model, data, f"adapters={adapters}", lora=LORA, run_dir=str(second)) == 0
     assert eval_losses(second)[0] == pytest.approx(first[-1], abs=1e-6)
+
+
+def test_adapters_that_can_not_be_read_leave_nothing_behind(
+    tmp_path: Path, model: Path, data: Path, capsys: Any
+) -> None:
+    assert run(tmp_path, model, data, "steps=2", lora=LORA, run_dir=str(tmp_path / "first")) == 0
+    weights = tmp_path / "first" / "adapters" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    run_dir = tmp_path / "second"
+    assert run(tmp_path, model, data, f"adapters={weights.parent}", lora=LORA, run_dir=str(run_dir)) == 2
+    assert re.search(rf"^error: .*{weights}", capsys.readouterr().err, re.MULTILINE)
+    assert not run_dir.exists()
 
 
 @pytest.mark.parametrize("lora", ["None", LORA])

@@ -18,13 +18,14 @@ import train.loop
 import train.step
 from bcl_grain.layouts import BucketedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
-from train.checkpoints import CheckpointError, Checkpoints, check_run_dir, claim_run_dir, find_differences, load_params
+from train.checkpoints import CheckpointError, Checkpoints, load_params
 from train.config import BalanceConfig, RuntimeConfig
 from train.data import train_dataset
 from train.loop import DivergedError, LateCompilationError, Outcome, run_training, warm_up
 from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
 from train.prepare import Prepared, prepare
 from train.programs import Programs, compile_programs
+from train.run_directory import check_run_dir, claim_run_dir, find_differences
 from train.stopping import StopRequest
 from train.timeline import draw_timeline
 from train.topology import Topology
@@ -291,6 +292,16 @@ def test_a_directory_is_new_or_belongs_to_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     check_run_dir(run_dir, identity, resume=False)
     with pytest.raises(ValueError, match="no run to resume"):
+        check_run_dir(run_dir, identity, resume=True)
+    run_dir.mkdir()
+    (run_dir / "run.tmp").write_text("")  # of a claim that found the disk full
+    check_run_dir(run_dir, identity, resume=False)
+    with pytest.raises(ValueError, match=r"no run to resume .*: start one without --resume$"):
+        check_run_dir(run_dir, identity, resume=True)
+    (run_dir / "of mine").write_text("")
+    with pytest.raises(ValueError, match=r"is not empty, and no run's: give another --run_dir"):
+        check_run_dir(run_dir, identity, resume=False)
+    with pytest.raises(ValueError, match=r"no run to resume .*: start one in another --run_dir$"):
         check_run_dir(run_dir, identity, resume=True)
     claim_run_dir(run_dir, identity)
     check_run_dir(run_dir, identity, resume=True)

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,56 @@ def test_a_terminated_run_says_how_to_go_on(config: Path, tmp_path: Path, monkey
     assert message + f"{tmp_path / 'run'} --resume" in capsys.readouterr().out
     assert run(config, run_dir=str(tmp_path / "run"), resume=True) == 0
     assert f"resumed at step 3 of {STEPS}" in capsys.readouterr().out
+
+
+class Killed(BaseException):
+    """As if the process had been killed."""
+
+
+def kill_at(step: int, monkeypatch: Any, config: Path, **given: Any) -> None:
+    """Starts a run that dies when it would dispatch a step."""
+    original, calls = train.step.train_step, itertools.count(1)
+
+    def dying(*given: Any) -> Any:
+        if next(calls) == step:
+            raise Killed
+        return original(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.loop, "train_step", dying)
+        with pytest.raises(Killed):
+            run(config, **given)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_anew(
+    config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    assert run(config, run_dir=str(tmp_path / "undisturbed")) == 0
+    kill_at(3, monkeypatch, config, run_dir=str(tmp_path / "run"))
+    assert run(config, run_dir=str(tmp_path / "run")) == 2
+    assert "is not empty: pass --resume to go on with the run in it" in capsys.readouterr().err
+    assert run(config, run_dir=str(tmp_path / "run"), resume=True) == 0
+    assert "the run ended before its first checkpoint: it starts anew, at step 0" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+
+
+def test_it_starts_anew_from_the_parameters_that_it_had(
+    config: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    assert run(config, run_dir=str(first)) == 0
+    for run_dir in (second, third):
+        kill_at(2, monkeypatch, config, run_dir=str(run_dir), init=str(first))
+    assert run(config, run_dir=str(second), resume=True) == 0
+    assert f"parameters from {first}" in capsys.readouterr().out
+    assert losses(second)[0][2] == losses(first)[-1][2]
+    # Now it has a checkpoint of its own, and whatever becomes of the other run does not matter to it any more.
+    shutil.rmtree(first / "checkpoints" / f"{STEPS}")
+    assert run(config, run_dir=str(second), resume=True) == 0
+    assert run(config, run_dir=str(third), resume=True) == 2
+    error = capsys.readouterr().err
+    assert f"began with step {STEPS} of '{first}' and has no checkpoint of its own; that run is at step 16 now" in error
+    assert f"remove '{third}' and start anew with --init={first}" in error
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's

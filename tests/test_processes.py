@@ -23,7 +23,7 @@ import pytest
 
 import train.launch
 from tests.tiny_run import tiny_run, write_config, write_corpus
-from train.checkpoints import load_params, saved_identity
+from train.checkpoints import load_params
 from train.config import BalanceConfig
 from train.launch import run
 from train.loop import run_training, warm_up
@@ -31,6 +31,7 @@ from train.metrics_log import METRICS_FILE, read_events
 from train.prepare import Prepared
 from train.processes import agree, exchange, from_main, join, leave, main_first, together
 from train.programs import Programs
+from train.run_directory import saved_identity
 from train.stopping import StopRequest
 from train.topology import Topology, deal, recall_lanes, settle_lanes
 

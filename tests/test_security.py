@@ -22,10 +22,10 @@ from bcl_grain.models import load_model
 from bcl_grain.priors import read_prior
 from tests.pipelines import pipeline
 from tests.tiny_run import tiny_config, write_corpus
-from train.checkpoints import saved_identity
 from train.hf_weights import open_hf_model
 from train.loop import run_training, warm_up
 from train.prepare import prepare
+from train.run_directory import saved_identity
 from train.sources import open_source
 from train.topology import Topology
 

@@ -1,15 +1,10 @@
 """Checkpoints: model, optimizer and input pipeline as of one step, and whose they are.
 
-A run directory belongs to one run: the run's identity is written into it and compared with the one of whoever wants to
-go on. Each checkpoint carries the identity's fingerprint besides, so that one that was copied from elsewhere is refused
-too.
+Each carries the fingerprint of its run's identity, so that one that was copied from elsewhere is refused.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +12,12 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
-from bcl_grain.json_files import read_json
-from bcl_grain.planner_config import OnChangedSettings
 from train.checksums import find_damage, remove_others, write_checksums
-from train.config import CHANGEABLE
 from train.lane_checkpoint import LaneHandler, LanesRestore, LanesSave
 from train.model import Params
+from train.run_directory import find_differences
 from train.state import TrainState
 
-IDENTITY_FILE = "run.json"
 CHECKPOINT_DIR = "checkpoints"
 CHECKSUM_DIR = "checksums"
 
@@ -36,94 +28,6 @@ class CheckpointError(ValueError):
 
 class SaveError(Exception):
     """A checkpoint can't be written; the message says why, and which one stays."""
-
-
-def check_run_dir(
-    run_dir: Path, identity: Mapping[str, Any], *, resume: bool, on_changed_balance: OnChangedSettings = "error"
-) -> None:
-    """Makes sure that a run directory is new, or with `resume` that it belongs to the run that wants to go on.
-
-    Args:
-        run_dir: The directory.
-        identity: What the run's result depends on, JSON-safe.
-        resume: Whether the run goes on with what is there.
-        on_changed_balance: See `RuntimeConfig`.
-
-    Raises:
-        ValueError: If the directory is not empty and `resume` is false, or if `resume` is true and the directory
-            is not a run's, or another run's: the message shows each difference with both values.
-    """
-    if not resume:
-        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-            raise ValueError(
-                f"{str(run_dir)!r} is not empty: pass --resume to go on with the run in it, or another --run_dir"
-            )
-        return
-    differences = find_differences(saved_identity(run_dir), json.loads(json.dumps(identity)))
-    changeable = {f"config.balance.{name}" for name in CHANGEABLE}
-    hint = ""
-    if on_changed_balance == "finish_pool":
-        differences = [difference for difference in differences if difference[0] not in changeable]
-    elif differences and {name for name, _, _ in differences} <= changeable:
-        hint = "; or change it from here on: --set=runtime.on_changed_balance=finish_pool"
-    if differences:
-        raise ValueError(
-            f"{str(run_dir)!r} belongs to another run: "
-            + "; ".join(f"{name} was {then}, now {now}" for name, then, now in differences)
-            + ". Resume with the settings it was started with, or start a new run in another --run_dir"
-            + hint
-        )
-
-
-def saved_identity(run_dir: Path) -> dict[str, Any]:
-    """Returns the identity of the run in a directory.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    try:
-        saved = read_json(run_dir / IDENTITY_FILE)
-        if not isinstance(saved, dict):
-            raise ValueError(f"expected an object, got {type(saved).__name__}")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"there is no run to resume in {str(run_dir)!r} ({IDENTITY_FILE}: {error}): start one without --resume"
-        ) from error
-    return saved
-
-
-def claim_run_dir(run_dir: Path, identity: Mapping[str, Any]) -> None:
-    """Writes the run's identity into its directory, in whole or not at all; makes the directory if need be."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / IDENTITY_FILE
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(identity, indent=2) + "\n")
-    os.replace(temporary, path)
-
-
-def find_differences(then: object, now: object, name: str = "") -> list[tuple[str, str, str]]:
-    """Returns (dotted name, then, now) for each leaf in which two JSON values differ.
-
-    >>> find_differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3, "d": 4}})
-    [('b.c', '2', '3'), ('b.d', 'absent', '4')]
-    """
-    if isinstance(then, dict) and isinstance(now, dict):
-        names = [*then, *(key for key in now if key not in then)]
-        return [
-            difference
-            for key in names
-            for difference in find_differences(
-                then.get(key, _ABSENT), now.get(key, _ABSENT), f"{name}.{key}" if name else key
-            )
-        ]
-    return [] if then == now else [(name, _shown(then), _shown(now))]
-
-
-_ABSENT = object()
-
-
-def _shown(value: object) -> str:
-    return "absent" if value is _ABSENT else json.dumps(value)
 
 
 class Checkpoints:
@@ -243,8 +147,7 @@ def _unreadable(run_dir: Path, step: int, error: Exception) -> CheckpointError:
 def _way_back(run_dir: Path, step: int) -> str:
     """Returns what the user can do without a checkpoint; nothing is removed without being asked."""
     directory = _step_dir(run_dir, step)
-    earlier = sorted(int(path.name) for path in directory.parent.glob("*") if path.name.isdecimal())
-    for good in reversed([number for number in earlier if number < step]):
+    for good in reversed([number for number in saved_steps(run_dir) if number < step]):
         if find_damage(_step_dir(run_dir, good), _checksums_of(run_dir, good)) is None:
             return f"The last good one is that of step {good}: to go on from there, remove {str(directory)!r}"
     return "There is no good one before it: start a new run in another --run_dir"
@@ -260,6 +163,11 @@ def _step_dir(run_dir: Path, step: int) -> Path:
 
 def _checksums_of(run_dir: Path, step: int) -> Path:
     return run_dir / CHECKSUM_DIR / f"{step}.json"
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Returns the steps of a run's checkpoints in order; what a kill has left of a write is none."""
+    return sorted(int(path.name) for path in (run_dir / CHECKPOINT_DIR).glob("*") if path.name.isdecimal())
 
 
 def latest_step(run_dir: Path) -> int:

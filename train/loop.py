@@ -28,7 +28,7 @@ from absl import logging
 from tqdm import tqdm
 
 import bcl_grain as bcl
-from train.checkpoints import Checkpoints, claim_run_dir, load_params
+from train.checkpoints import Checkpoints, load_params
 from train.clock import StepClock, Watch
 from train.compiling import CompileCounter
 from train.config import fingerprint
@@ -43,8 +43,9 @@ from train.prepare import Prepared, Say
 from train.processes import agree, wait_for_all
 from train.program_memory import check_program_memory
 from train.programs import Programs, compile_programs
-from train.samples import compile_sampler
-from train.starting import first_state, frozen_params
+from train.run_directory import began, claim_run_dir
+from train.samples import cut_samples
+from train.starting import start
 from train.state import TrainState
 from train.step import Chunk, evaluate, train_step
 from train.stopping import StopRequest
@@ -151,13 +152,14 @@ def run_training(
     Raises:
         DivergedError: If a loss is not finite; the last checkpoint is from before.
         CheckpointError: If a checkpoint belongs to another run, or `init` can't be used.
+        StartError: If the model or the adapters to start from can't be used.
     """
     config = prepared.config
-    state, frozen = first_state(prepared, programs), frozen_params(prepared, programs)
-    sampler = compile_sampler(prepared, programs)
+    state, frozen, sampler = start(prepared, programs)
     if init is not None:
         state = dataclasses.replace(state, params=load_params(init, programs.abstract_state.params))
         say(f"parameters from {init}")
+    going_on = began(run_dir)
     if prepared.topology.is_main:
         claim_run_dir(run_dir, prepared.identity)
     topology, packs = prepared.topology, packs_per_step(config.balance)
@@ -178,12 +180,15 @@ def run_training(
         if checkpoints.latest_step is not None:
             state = checkpoints.restore(programs.abstract_state, iterator)
             say(f"resumed at step {int(state.step)} of {prepared.job.steps}")
+        elif going_on:
+            say("the run ended before its first checkpoint: it starts anew, at step 0")
         log = None
         if topology.is_main:
+            cut_samples(run_dir, int(state.step))
             log = MetricsLog(run_dir, first_step=int(state.step))
             cleanup.callback(log.close)
         clock = cleanup.enter_context(StepClock(len(programs.local_devices)))
-        counter, start = CompileCounter(), time.monotonic()
+        counter, begin = CompileCounter(), time.monotonic()
         write_samples = None if sampler is None else functools.partial(sampler.write, run_dir)
         loop = _Loop(
             prepared, programs, iterator, checkpoints, log, clock, counter, say, telemetry, frozen, write_samples
@@ -198,7 +203,7 @@ def run_training(
             step=step,
             stopped_by=(stop.signal_name or "another process") if step < prepared.job.steps else None,
             late_programs=counter.programs,
-            training_seconds=time.monotonic() - start,
+            training_seconds=time.monotonic() - begin,
         )
 
 

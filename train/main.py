@@ -14,7 +14,7 @@ import itertools
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ import numpy as np
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from train.checkpoints import CheckpointError, SaveError, check_run_dir, latest_step, saved_identity
+from train.checkpoints import CheckpointError, SaveError, latest_step, saved_steps
 from train.compiling import enable_compile_cache
 from train.loop import DivergedError, LateCompilationError, run_training, warm_up
 from train.overrides import load_config, override
 from train.prepare import Prepared, prepare
 from train.processes import DisagreementError, agree, from_main, join, leave, together, wait_for_all
 from train.report import report
+from train.run_directory import check_run_dir, saved_identity
+from train.starting import StartError
 from train.topology import Topology, recall_lanes
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
@@ -92,12 +94,13 @@ def _main(argv: Sequence[str]) -> int:
         topology = Topology.current()
         say, write = (print, tqdm.write) if topology.is_main else (_silent, _silent)
         run_dir = Path(from_main(lambda: str(_run_dir())))
-        if _RESUME.value:
-            identity = from_main(lambda: saved_identity(run_dir))
-            config = dataclasses.replace(config, balance=recall_lanes(config.balance, identity))
+        saved = from_main(lambda: saved_identity(run_dir)) if _RESUME.value else None
+        if saved is not None:
+            config = dataclasses.replace(config, balance=recall_lanes(config.balance, saved))
+        init, origin = _origin(init, saved, run_dir)
         prepared = together(lambda: prepare(config, topology, say))
-        if init is not None:
-            latest_step(init)
+        if origin is not None:
+            prepared = dataclasses.replace(prepared, identity={**prepared.identity, "init": origin})
         from_main(
             lambda: check_run_dir(
                 run_dir,
@@ -117,7 +120,7 @@ def _main(argv: Sequence[str]) -> int:
         return _fail(error, EXIT_BAD_INPUT)
     try:
         outcome = run_training(prepared, programs, run_dir, init=init, say=write)
-    except (CheckpointError, DisagreementError) as error:
+    except (CheckpointError, DisagreementError, StartError) as error:
         return _fail(error, EXIT_BAD_INPUT)
     except (DivergedError, LateCompilationError, SaveError) as error:
         return _fail(error, EXIT_FAILED)
@@ -125,6 +128,7 @@ def _main(argv: Sequence[str]) -> int:
         remedy = "The checkpoints that are there are whole: make room or mend it, then go on with --resume"
         return _fail(OSError(f"can't go on in {str(run_dir)!r}: {error}. {remedy}"), EXIT_FAILED)
     if outcome.stopped_by is not None:
+        wait_for_all("the checkpoint is saved")  # process 0 is busy with its checksums
         say(
             f"{outcome.stopped_by}: stopped after step {outcome.step} of {prepared.job.steps}, checkpoint saved. Go on "
             f"with the same command and --run_dir={run_dir} --resume"
@@ -135,6 +139,32 @@ def _main(argv: Sequence[str]) -> int:
     wait_for_all("the report is written")
     say(f"{time.monotonic() - start:.0f} s in all")
     return EXIT_DONE
+
+
+def _origin(
+    init: Path | None, saved: Mapping[str, Any] | None, run_dir: Path
+) -> tuple[Path | None, dict[str, Any] | None]:
+    """Returns the run to start from, and what the identity says of it. All processes call it together.
+
+    Args:
+        init: As the flag says.
+        saved: Identity of the run that goes on, None for a new one.
+        run_dir: Its directory.
+    """
+    if saved is None:
+        return init, None if init is None else {"run": str(init.absolute()), "step": latest_step(init)}
+    origin = saved.get("init")
+    if origin is None or from_main(lambda: bool(saved_steps(run_dir))):
+        return None, origin
+    # It ended before its first checkpoint: without this it would start anew from fresh parameters.
+    other = Path(origin["run"])
+    step = latest_step(other)
+    if step != origin["step"]:
+        raise ValueError(
+            f"the run in {str(run_dir)!r} began with step {origin['step']} of {str(other)!r} and has no checkpoint of "
+            f"its own; that run is at step {step} now: remove {str(run_dir)!r} and start anew with --init={other}"
+        )
+    return other, origin
 
 
 def _agreement(prepared: Prepared) -> dict[str, Any]:

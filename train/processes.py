@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from train.checkpoints import find_differences
+from train.run_directory import find_differences
 
 T = TypeVar("T")
 

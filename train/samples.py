@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,19 @@ class Sampler:
                 text = self._chat_format.tokenizer.backend.decode(ids.tolist(), skip_special_tokens=True)
                 line = {"step": step, "prompt": question, "answer": text, "ended": ended}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+
+def cut_samples(run_dir: Path, first_step: int) -> None:
+    """Removes the answers that a run which goes on after `first_step` updates will give again."""
+    path = run_dir / SAMPLES_FILE
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]  # the last one may have been cut short by a kill
+    kept = [line for line in whole if json.loads(line)["step"] <= first_step] if first_step else []
+    replacement = path.with_suffix(".tmp")
+    replacement.write_text("".join(kept), encoding="utf-8")
+    os.replace(replacement, path)
 
 
 def compile_sampler(prepared: Prepared, programs: Programs) -> Sampler | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import numpy as np
 
@@ -10,9 +12,50 @@ from train.model import Params
 from train.peft_adapters import load_adapters
 from train.prepare import Prepared
 from train.pretrained import load_params, on_devices
+from train.processes import together
 from train.programs import Programs, shardings
+from train.samples import Sampler, compile_sampler
 from train.state import TrainState
 from train.step import begin_with, init_state
+
+
+class StartError(ValueError):
+    """A model, adapters or questions to start with can't be used; the message says why."""
+
+
+class Start(NamedTuple):
+    """What a run begins with.
+
+    Attributes:
+        state: Before the first update.
+        frozen: The parameters beside the adapters, None if there are no adapters.
+        sampler: Asks the model, on the main process; None if nothing is to be asked.
+    """
+
+    state: TrainState
+    frozen: Params | None
+    sampler: Sampler | None
+
+
+def start(prepared: Prepared, programs: Programs) -> Start:
+    """Loads what a run begins with. All processes call it together, and leave together, however fast their disks.
+
+    Raises:
+        StartError: On every process, if anything can't be read or does not fit on one.
+    """
+
+    def load() -> Start:
+        try:
+            return Start(
+                first_state(prepared, programs), frozen_params(prepared, programs), compile_sampler(prepared, programs)
+            )
+        except OSError as error:
+            raise ValueError(f"the model can't be read: {error}") from error
+
+    try:
+        return together(load)
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
 
 def first_state(prepared: Prepared, programs: Programs) -> TrainState:
