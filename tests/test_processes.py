@@ -49,10 +49,13 @@ def losses(run_dir: Path) -> dict[tuple[str, int], float]:
     return {(e["kind"], e["step"]): e["loss"] for e in read_events(run_dir) if "loss" in e}
 
 
-def start_job(*arguments: str) -> subprocess.Popen[str]:
+def start_job(*arguments: str, quick_to_compile: bool = False) -> subprocess.Popen[str]:
+    """Starts the launcher, from the checkout; compilations take half as long if the programs may be slow."""
+    options = "--xla_backend_optimization_level=0" if quick_to_compile else ""
     return subprocess.Popen(
         [sys.executable, "-m", "train.launch", *arguments],
         cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {options}".strip()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -182,6 +185,33 @@ def test_a_global_jit_does_not_notice_what_agreement_does(tmp_path: Path) -> Non
         )
 
 
+def test_processes_wait_for_a_late_one_as_long_as_they_are_told_to(tmp_path: Path) -> None:
+    (first, code), (second, other) = two_processes("waiting", tmp_path)
+    assert code == other == 0
+    assert first[0] == second[0] == [0, 1]
+    for message in (first[1], second[1]):
+        assert message.startswith("the processes did not meet within 0.5 s (exchange): one of them is stuck")
+
+
+def test_a_process_that_is_gone_is_no_bad_input(tmp_path: Path) -> None:
+    """JAX raises a ValueError, as which the trainer takes bad input: with an exit code that says not to try again."""
+    (message, code), (nothing, other) = two_processes("leaving", tmp_path)
+    assert (nothing, other) == (None, 9)
+    assert code == 0
+    assert message.startswith("another process is gone: ")
+
+
+def test_a_job_can_be_terminated_before_it_trains() -> None:
+    """JAX's own handler only takes note of the signal."""
+    join_and_terminate = (
+        "import os, signal, time; from train.processes import join; "
+        f"join(coordinator_address={free_address()!r}, num_processes=1, process_id=0); "
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(1)"
+    )
+    job = subprocess.run([sys.executable, "-c", join_and_terminate], cwd=ROOT, capture_output=True, check=False)
+    assert job.returncode == -signal.SIGTERM, job.stderr
+
+
 def two_processes(how: str, tmp_path: Path) -> list[tuple[Any, int]]:
     """Runs both processes of `tests/two_processes.py`; returns what they printed, and their exit codes."""
     address = free_address()
@@ -193,7 +223,8 @@ def two_processes(how: str, tmp_path: Path) -> list[tuple[Any, int]]:
         command = [sys.executable, str(ROOT / "tests/two_processes.py"), address, str(process), how, str(output)]
         processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL))
     codes = [process.wait(timeout=200) for process in processes]
-    return [(json.loads(output.read_text()), code) for output, code in zip(outputs, codes, strict=True)]
+    printed = [json.loads(output.read_text()) if output.exists() else None for output in outputs]
+    return list(zip(printed, codes, strict=True))
 
 
 def test_processes_with_different_data_or_settings_refuse_to_start(tmp_path: Path) -> None:

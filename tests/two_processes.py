@@ -1,14 +1,16 @@
 """One of two processes whose shapes differ at every step: writes what it gets.
 
-    python tests/two_processes.py ADDRESS PROCESS decoupled|naive|agreeing FILE
+    python tests/two_processes.py ADDRESS PROCESS decoupled|naive|agreeing|waiting|leaving FILE
 
-"decoupled" trains as the trainer does, "naive" calls one global jit, "agreeing" asks for agreement before that.
+"decoupled" trains as the trainer does, "naive" calls one global jit, "agreeing" asks for agreement before that. In
+"waiting" they have no shapes at all, but process 0 is late, twice; in "leaving" process 1 dies in an exchange.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.tiny_chunks import CONFIG, SHAPES, make_pack
+from train import processes
 from train.compiling import CompileCounter
-from train.processes import DisagreementError, agree, join
+from train.processes import DisagreementError, agree, exchange, join, leave
 from train.programs import compile_programs
 from train.state import make_optimizer
 from train.step import init_state, train_step
@@ -76,6 +79,33 @@ def naive_losses(rows: int) -> list[float]:
     return losses
 
 
+def patience(process: int) -> list[Any]:
+    """Exchanges a value with a process that is late, and tries it once more where that is too late."""
+    results: list[Any] = []
+    for seconds, limit in ((0.5, 60.0), (2.0, 0.5)):
+        processes.PATIENCE_SECONDS = limit
+        if process == 0:
+            time.sleep(seconds)
+        try:
+            results.append(exchange(process))
+        except RuntimeError as error:
+            results.append(str(error))
+    return results
+
+
+def deserted(process: int) -> str:
+    """Returns what an exchange says if the other process dies in it."""
+    exchange(process)
+    if process == 1:
+        processes._meet("exchange")  # its first half
+        leave(9)
+    try:
+        exchange(process)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 if __name__ == "__main__":
     address, process, how, output = sys.argv[1:]
     join(coordinator_address=address, num_processes=2, process_id=int(process))
@@ -83,7 +113,14 @@ if __name__ == "__main__":
     try:
         if how == "agreeing":
             agree({"chunk shapes": [[rows, 4]]})
-        result: Any = both_ways(int(process)) if how == "decoupled" else naive_losses(rows)
+        if how == "waiting":
+            result: Any = patience(int(process))
+        elif how == "leaving":
+            result = deserted(int(process))
+        else:
+            result = both_ways(int(process)) if how == "decoupled" else naive_losses(rows)
     except DisagreementError as error:
         result = str(error)
     Path(output).write_text(json.dumps(result))
+    if how == "leaving":
+        leave(0)  # an orderly end would wait for the other

@@ -7,25 +7,37 @@ can end with a different loss on each, silently. So they compare what they are a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+import numpy.typing as npt
+import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from train.run_directory import find_differences
 
 T = TypeVar("T")
 
+START_TIMEOUT_SECONDS = 30 * 60
+"""How long the processes that are there wait at the start for the others to appear."""
+
 HEARTBEAT_TIMEOUT_SECONDS = 30
 """After so long without a sign of life a process counts as dead, and JAX ends all others."""
 
+PATIENCE_SECONDS = 4 * 60 * 60.0
+"""How long processes that live wait for one that is busy: reading data, loading a model, compiling, writing."""
+
 SHUTDOWN_TIMEOUT_SECONDS = 60
 """How long a process that is done waits for the others."""
+
+_meetings = itertools.count()
 
 
 class DisagreementError(ValueError):
@@ -65,11 +77,13 @@ def join(
         )
     if coordinator_address is not None and not coordinator_address.rpartition(":")[2].isdigit():
         raise ValueError(f"coordinator_address must be host:port, got {coordinator_address!r}")
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         jax.distributed.initialize(
             coordinator_address=coordinator_address,
             num_processes=num_processes,
             process_id=process_id,
+            initialization_timeout=START_TIMEOUT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_SECONDS,
         )
@@ -77,21 +91,35 @@ def join(
         raise ValueError(
             f"no cluster was recognised ({error}): give --coordinator_address, --num_processes and --process_id"
         ) from error
+    # JAX has installed a handler that only takes note of it: nothing could end a job that is still preparing.
+    signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
 
 
 def exchange(value: Any) -> list[Any]:
     """Returns the JSON-safe values of all processes, in their order. All call it together.
 
     Compiles small programs: not for the time after warm-up.
+
+    Raises:
+        RuntimeError: If not all have called it within `PATIENCE_SECONDS`, or one has died.
     """
     if jax.process_count() == 1:
         return [json.loads(json.dumps(value))]
+    _meet("exchange")
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.ravel(multihost_utils.process_allgather(np.array([text.size], np.int32)))
+    sizes = np.ravel(_gather(np.array([text.size], np.int32)))
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: text.size] = text
-    rows = np.reshape(multihost_utils.process_allgather(padded), (sizes.size, -1))
+    rows = np.reshape(_gather(padded), (sizes.size, -1))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _gather(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    try:
+        gathered: npt.NDArray[Any] = multihost_utils.process_allgather(array)
+    except ValueError as error:  # as JAX calls a broken connection; here it means bad input
+        raise RuntimeError(f"another process is gone: {error}") from error
+    return gathered
 
 
 def agree(values: Mapping[str, Any]) -> None:
@@ -144,9 +172,31 @@ def together(make: Callable[[], T]) -> T:
 
 
 def wait_for_all(name: str) -> None:
-    """Returns once all processes have called it."""
+    """Returns once all processes have called it.
+
+    Raises:
+        RuntimeError: If not all have within `PATIENCE_SECONDS`.
+    """
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+        _meet(name)
+
+
+def _meet(name: str) -> None:
+    """Waits for all processes through JAX's coordinator.
+
+    A collective of the devices would not do where one may be busy for long: on a CPU the first one waits 30 s for the
+    others and any later one 30 minutes, on a GPU the first one 10 minutes.
+    """
+    meet = ocp.multihost.get_barrier_sync_fn()
+    try:
+        meet(key=f"bcl-grain {next(_meetings)}: {name}", timeout_ms=int(PATIENCE_SECONDS * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise RuntimeError(
+            f"the processes did not meet within {PATIENCE_SECONDS:,g} s ({name}): one of them is stuck, or much slower "
+            "than the others. See in their logs what they do, and whether all read their files equally fast"
+        ) from error
 
 
 @contextlib.contextmanager
