@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import train.loop
+import train.run_directory
 import train.step
 from bcl_grain.layouts import BucketedLayout, RowPackedLayout, RowPackedOneShapeLayout
 from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
@@ -25,7 +27,7 @@ from train.loop import DivergedError, LateCompilationError, Outcome, run_trainin
 from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
 from train.prepare import Prepared, prepare
 from train.programs import Programs, compile_programs
-from train.run_directory import check_run_dir, claim_run_dir, find_differences
+from train.run_directory import check_run_dir, claim_run_dir, find_differences, wait_until_seen
 from train.stopping import StopRequest
 from train.timeline import draw_timeline
 from train.topology import Topology
@@ -312,6 +314,19 @@ def test_a_directory_is_new_or_belongs_to_the_run(tmp_path: Path) -> None:
     (run_dir / "run.json").write_text("{")
     with pytest.raises(ValueError, match="no run to resume"):
         check_run_dir(run_dir, identity, resume=True)
+
+
+def test_a_directory_that_another_process_has_claimed_is_seen_or_told_of(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(train.run_directory, "VISIBLE_SECONDS", 0.3)
+    claim_run_dir(tmp_path / "shared", {"seed": 1})
+    wait_until_seen(tmp_path / "shared", {"seed": 1})
+    for name, seed in (("shared", 2), ("elsewhere", 1)):
+        with pytest.raises(ValueError, match=rf"is not seen in '{tmp_path / name}': give a --run_dir on a file system"):
+            wait_until_seen(tmp_path / name, {"seed": seed})
+    claiming = threading.Timer(0.1, claim_run_dir, (tmp_path / "late", {"seed": 1}))
+    claiming.start()
+    wait_until_seen(tmp_path / "late", {"seed": 1})
+    claiming.join()
 
 
 def test_differences_are_found_at_any_depth() -> None:

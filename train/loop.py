@@ -43,9 +43,9 @@ from train.prepare import Prepared, Say
 from train.processes import agree, wait_for_all
 from train.program_memory import check_program_memory
 from train.programs import Programs, compile_programs
-from train.run_directory import began, claim_run_dir
+from train.run_directory import began
 from train.samples import cut_samples
-from train.starting import start
+from train.starting import claim, start
 from train.state import TrainState
 from train.step import Chunk, evaluate, train_step
 from train.stopping import StopRequest
@@ -152,7 +152,7 @@ def run_training(
     Raises:
         DivergedError: If a loss is not finite; the last checkpoint is from before.
         CheckpointError: If a checkpoint belongs to another run, or `init` can't be used.
-        StartError: If the model or the adapters to start from can't be used.
+        StartError: If the model or the adapters to start from can't be used, or not all processes see `run_dir`.
     """
     config = prepared.config
     state, frozen, sampler = start(prepared, programs)
@@ -160,8 +160,7 @@ def run_training(
         state = dataclasses.replace(state, params=load_params(init, programs.abstract_state.params))
         say(f"parameters from {init}")
     going_on = began(run_dir)
-    if prepared.topology.is_main:
-        claim_run_dir(run_dir, prepared.identity)
+    claim(prepared, run_dir)
     topology, packs = prepared.topology, packs_per_step(config.balance)
     if packs % topology.ranks:
         idle = max(0, topology.ranks - packs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from bcl_grain.planner_config import OnChangedSettings
 from train.config import CHANGEABLE
 
 IDENTITY_FILE = "run.json"
+VISIBLE_SECONDS = 60.0
+"""How long a file may take to be seen on other machines: some file systems remember for so long what was not there."""
 
 
 def check_run_dir(
@@ -98,6 +101,27 @@ def claim_run_dir(run_dir: Path, identity: Mapping[str, Any]) -> None:
     temporary = _claim_file(run_dir)
     temporary.write_text(json.dumps(identity, indent=2) + "\n")
     os.replace(temporary, run_dir / IDENTITY_FILE)
+
+
+def wait_until_seen(run_dir: Path, identity: Mapping[str, Any]) -> None:
+    """Returns once the identity that another process has written into the run's directory is seen.
+
+    Raises:
+        ValueError: If it is not within `VISIBLE_SECONDS`.
+    """
+    latest = time.monotonic() + VISIBLE_SECONDS
+    while True:
+        try:
+            if saved_identity(run_dir) == identity:
+                return
+        except ValueError:
+            pass
+        if time.monotonic() > latest:
+            raise ValueError(
+                f"the run that process 0 has begun is not seen in {str(run_dir.absolute())!r}: give a --run_dir on a "
+                "file system that all processes share, at the same path"
+            )
+        time.sleep(0.1)
 
 
 def find_differences(then: object, now: object, name: str = "") -> list[tuple[str, str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -12,8 +13,9 @@ from train.model import Params
 from train.peft_adapters import load_adapters
 from train.prepare import Prepared
 from train.pretrained import load_params, on_devices
-from train.processes import together
+from train.processes import main_first, together
 from train.programs import Programs, shardings
+from train.run_directory import claim_run_dir, wait_until_seen
 from train.samples import Sampler, compile_sampler
 from train.state import TrainState
 from train.step import begin_with, init_state
@@ -54,6 +56,21 @@ def start(prepared: Prepared, programs: Programs) -> Start:
 
     try:
         return together(load)
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
+def claim(prepared: Prepared, run_dir: Path) -> None:
+    """Makes a directory the run's. All processes call it together, and see it then.
+
+    Raises:
+        StartError: On every process, if one does not see the directory.
+    """
+    with main_first("the run's directory is claimed"):
+        if prepared.topology.is_main:
+            claim_run_dir(run_dir, prepared.identity)
+    try:
+        together(lambda: wait_until_seen(run_dir, prepared.identity))
     except ValueError as error:
         raise StartError(str(error)) from error
 
