@@ -49,8 +49,8 @@ def override(config: TrainConfig, assignments: Sequence[str]) -> TrainConfig:
 
     >>> override(TrainConfig(), ["balance.pack_size=8", "steps=3"]).balance.pack_size
     8
-    >>> override(TrainConfig(), ["corpus.max_tokens=64", "layout.length=64"]).layout.length
-    64
+    >>> override(TrainConfig(), ["model.lora.rank=8", "pretrained=m", "corpus.chat_paths=['c']"]).model.lora.rank
+    8
     """
     draft = _draft(config)
     for assignment in assignments:
