@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -167,7 +168,7 @@ def test_what_a_killed_process_left_is_cleared_away(
 ) -> None:
     made = tokens(data, tmp_path / "cache")
     (final,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    left = final.with_name(f"{final.name}.making-elsewhere-1")
+    left = final.with_name(f"{final.name}.making-{socket.gethostname()}-1")
     shutil.copytree(final, left)
     shutil.rmtree(final)
     assert_same(tokens(data, tmp_path / "cache"), made)

@@ -211,7 +211,8 @@ def _only_one(final: pathlib.Path, say: Say) -> Iterator[None]:
         except BlockingIOError:
             say(f"another process makes the tokens in {os.fspath(final)!r}: waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in final.parent.glob(f"{final.name}.making-*"):
+        # Only this host's: where a shared file system keeps locks to a host, another one may be at work beside us.
+        for left in final.parent.glob(f"{final.name}.making-{socket.gethostname()}-*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
 
