@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from train.checkpoints import CheckpointError, SaveError, latest_step, saved_steps
 from train.compiling import enable_compile_cache
+from train.dry_run import MUCH_EVALUATION, dry_run, evaluation_share
 from train.loop import DivergedError, LateCompilationError, run_training, warm_up
 from train.overrides import load_config, override
 from train.prepare import Prepared, prepare
@@ -43,6 +44,8 @@ _SET = flags.DEFINE_multi_string(
 _STEPS = flags.DEFINE_integer("steps", None, "Number of updates: the same as --set=steps=N.", lower_bound=1)
 _RUN_DIR = flags.DEFINE_string("run_dir", None, "Where the run's files go. Default: runs/<config name>-<number>.")
 _RESUME = flags.DEFINE_bool("resume", False, "Goes on with the run in --run_dir, from its latest checkpoint.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Says what the run would be and what balancing would buy, and ends.")
+_LENGTHS = flags.DEFINE_string("lengths", None, "With --dry_run: file for the records' lengths, for bcl-grain.")
 _INIT = flags.DEFINE_string("init", None, "Directory of another run: a new run starts from its latest parameters.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One process of several: asks the cluster for its place.")
 _COORDINATOR_ADDRESS = flags.DEFINE_string("coordinator_address", None, "One of several: host:port of process 0.")
@@ -72,6 +75,8 @@ def _main(argv: Sequence[str]) -> int:
     try:
         if argv[1:]:
             raise ValueError(f"unexpected arguments {list(argv[1:])}: flags are written --name=value")
+        if _LENGTHS.value is not None and not _DRY_RUN.value:
+            raise ValueError("--lengths goes with --dry_run")
         if init is not None and _RESUME.value:
             raise ValueError(
                 "--init starts a new run from another one's parameters, --resume goes on with a run: pass one"
@@ -101,6 +106,11 @@ def _main(argv: Sequence[str]) -> int:
         prepared = together(lambda: prepare(config, topology, say))
         if origin is not None:
             prepared = dataclasses.replace(prepared, identity={**prepared.identity, "init": origin})
+        if _DRY_RUN.value:
+            agree(_agreement(prepared))
+            dry_run(prepared, say, lengths=Path(_LENGTHS.value) if topology.is_main and _LENGTHS.value else None)
+            say(f"dry run: {time.monotonic() - start:.1f} s in all, nothing was compiled, trained or written")
+            return EXIT_DONE
         from_main(
             lambda: check_run_dir(
                 run_dir,
@@ -113,6 +123,11 @@ def _main(argv: Sequence[str]) -> int:
     except ValueError as error:
         return _fail(error, EXIT_BAD_INPUT)
     say(f"run directory: {run_dir}; inputs ready after {time.monotonic() - start:.1f} s")
+    if (share := evaluation_share(prepared)) > MUCH_EVALUATION:
+        say(
+            f"warning: the evaluations take as much work as {share:.0%} of all training: raise runtime.eval_every, or "
+            "lower corpus.eval_share"
+        )
     say(f"bigram model: eval loss {prepared.bigram_loss:.4f}, in nats a response token, as all losses here")
     try:
         programs = warm_up(prepared, say)
