@@ -13,9 +13,10 @@ from absl.testing import flagsaver
 
 import train.main as command
 from bcl_grain.memory import GIB
-from tests.chat_formats import write_chat_model
+from tests.chat_formats import END_OF_TEXT, HEADERS, byte_level_tokenizer, write_chat_model
+from tests.test_answers import ask
 from tests.tiny_tuning import LORA, eval_losses, write_config, write_talk
-from train.ask import answer
+from train.chat_corpus import open_chat_format
 from train.loop import warm_up
 from train.memory import peak_bytes
 from train.prepare import Prepared, Say
@@ -216,7 +217,72 @@ def test_a_model_is_asked_with_and_without_adapters(tmp_path: Path, model: Path,
     lines = [json.loads(line) for line in (tmp_path / "run" / SAMPLES_FILE).read_text().splitlines()]
     adapters = str(tmp_path / "run" / "adapters")
     for line in lines[-2:]:
-        assert answer(str(model), line["prompt"], adapters=adapters, max_tokens=8) == line["answer"]
-    assert answer(str(model), "hello", max_tokens=8) == lines[0]["answer"]
-    with pytest.raises(ValueError, match="'nowhere' is not a model"):
-        answer("nowhere", "hello", max_tokens=8)
+        (answer,) = ask(model, line["prompt"], adapters=adapters)
+        assert (answer.text, answer.ended) == (line["answer"], line["ended"])
+    assert [answer.text for answer in ask(model, "hello", "what is it?")] == [line["answer"] for line in lines[:2]]
+
+
+def end_tokens(directory: Path) -> set[int]:
+    value = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    return {*value} if isinstance(value, list) else {value}
+
+
+def test_a_server_of_what_comes_out_stops_where_the_samples_do_and_has_the_runs_template(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
+    ids = byte_level_tokenizer().backend.get_vocab()
+    end, turn, eot = (ids[name] for name in (END_OF_TEXT, "<|im_end|>", "<|eot|>"))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 5], "temperature": 0.6}))
+    template = tmp_path / "headers.jinja"
+    template.write_text(HEADERS)
+    own = f"corpus.chat_template={template}"
+    assert run(tmp_path, model, data, "steps=2", run_dir=str(tmp_path / "a")) == 0
+    assert end_tokens(tmp_path / "a/model") == {end, 5, turn}
+    assert json.loads((tmp_path / "a/model/generation_config.json").read_text())["temperature"] == 0.6
+    assert not (tmp_path / "a/model/chat_template.jinja").exists()
+    assert run(tmp_path, model, data, "steps=2", own, run_dir=str(tmp_path / "b")) == 0
+    assert end_tokens(tmp_path / "b/model") == {end, 5, eot}
+    assert open_chat_format(str(tmp_path / "b/model")).template.source == HEADERS
+    assert run(tmp_path, model, data, "steps=2", own, lora=LORA, run_dir=str(tmp_path / "c")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "c" / SAMPLES_FILE).read_text().splitlines()]
+    answers = ask(model, "hello", "what is it?", adapters=str(tmp_path / "c/adapters"))
+    assert [answer.text for answer in answers] == [line["answer"] for line in lines[-2:]]
+
+
+def set_context(model: Path, tokens: int) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": tokens}))
+
+
+def test_samples_beyond_the_context_are_refused_before_the_data_are_read(
+    tmp_path: Path, model: Path, data: Path, capsys: Any
+) -> None:
+    set_context(model, 192)
+    assert run(tmp_path, model, data, "runtime.sample_tokens=160", run_dir=str(tmp_path / "run")) == 2
+    captured = capsys.readouterr()
+    assert re.search(
+        r"error: runtime.sample_prompts, 'hello': (\d+) tokens, \d+ with an answer of 160, but the model's context is "
+        r"192: shorten the prompt to 32 tokens, or lower runtime.sample_tokens to \d+\n",
+        captured.err,
+    )
+    assert "corpus:" not in captured.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("context", [100, 191, 192])
+def test_records_beyond_the_context_are_told_before_anything_is_compiled(
+    context: int, tmp_path: Path, model: Path, data: Path, capsys: Any
+) -> None:
+    set_context(model, context)
+    assert run(tmp_path, model, data, "steps=2", run_dir=str(tmp_path / "run")) == 0
+    output = capsys.readouterr().out
+    warnings = [line for line in output.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == (context < 192)
+    if context == 191:
+        assert warnings == ["warning: corpus.max_tokens 192 is above the model's context of 191; no record is longer"]
+    if context == 100:
+        (longest,) = re.findall(r"^training: .*longest (\d+)", output, re.MULTILINE)
+        assert re.search(
+            rf"context of 100: \d+ of \d+ records are longer, the longest has {longest} tokens", warnings[0]
+        )
+        assert output.index("warning: ") < output.index("run directory: ")

@@ -69,6 +69,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, settings.pop("architecture", architecture))
     if "split.count" in settings:
         writer.add_uint16("split.count", settings.pop("split.count"))
+    writer.add_context_length(config["max_position_embeddings"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -81,7 +82,7 @@ def write_gguf(
         writer.add_value_length(head_dim(config))
     for key, value in settings.items():
         add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        add(f"{architecture}.{key}", value)
+        add(key.removeprefix("/") if key.startswith("/") else f"{architecture}.{key}", value)
     for name, tensor in tensors.items():
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]

@@ -1,87 +1,111 @@
 """Asks a model: `python -m train.ask --model=FILE_OR_DIRECTORY --prompt="What is the capital of France?"`.
 
 The model is a Hugging Face directory, such as one that a run has exported, or a GGUF file; `--adapters` adds a run's
-adapters. The answer is the most likely one, under the model's own chat template. Exit codes: 0, or 2 for bad input.
+adapters. Several prompts, or a file of conversations as in training, are answered in batches:
+
+    python -m train.ask --model=... --conversations=held_out.jsonl --out=answers.jsonl
+
+Each answer is the most likely one, under the model's own chat template. `--out` has a line for each question, in order:
+its messages, the answer, whether the model ended it, and what the row itself answers as "expected".
+
+Exit codes: 0, all was answered; 1, writing the answers failed; 2, bad input: nothing was asked.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import json
+import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-import jax
-from absl import app, flags
+from absl import app, flags, logging
+from tqdm import tqdm
 
-from train.chat import chat_prompt
-from train.chat_corpus import open_chat_format
-from train.conversations import conversation
-from train.generate import compile_generator
-from train.lora import FROZEN_DTYPE, join_params
-from train.peft_adapters import load_adapters, read_lora_config
-from train.pretrained import load_params, open_pretrained
+from train.answers import Answer, Prompts, Question, answers, open_model, read_questions
+from train.jsonl import FileChangedError
+from train.sources import Source, open_source
 
-EXIT_DONE, EXIT_BAD_INPUT = 0, 2
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face directory or a GGUF file.", required=True)
-_PROMPT = flags.DEFINE_string("prompt", None, "The question.", required=True)
-_SYSTEM = flags.DEFINE_string("system", None, "A system message before it. Default: what the template says.")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "A question. May be repeated.")
+_CONVERSATIONS = flags.DEFINE_string(
+    "conversations", None, "A file of conversations, as for training; an answer at a row's end is left off."
+)
+_SYSTEM = flags.DEFINE_string("system", None, "A system message where there is none. Default: what the template says.")
 _ADAPTERS = flags.DEFINE_string("adapters", None, "A directory of adapters in PEFT's format, for this model.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 128, "Longest answer.", lower_bound=1)
-
-
-def answer(model: str, prompt: str, *, system: str | None = None, adapters: str | None = None, max_tokens: int) -> str:
-    """Returns the model's most likely answer.
-
-    Raises:
-        ValueError: If something can't be read or does not fit; the message names it.
-    """
-    pretrained, chat_format = open_pretrained(model), open_chat_format(model)
-    messages = [{"role": "user", "content": prompt}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    ids = chat_prompt(conversation({"messages": [*messages]}), chat_format)
-    config = pretrained.config
-    if adapters is None:
-        params = load_params(pretrained)
-    else:
-        config = dataclasses.replace(config, lora=read_lora_config(adapters))
-        # The run that made them had the model so; with more digits its answers could be others.
-        frozen = load_params(pretrained, dtype=FROZEN_DTYPE)
-        params = join_params(load_adapters(adapters, config), frozen)
-    generator = compile_generator(
-        config,
-        jax.eval_shape(lambda: params),
-        batch=1,
-        prompt_tokens=len(ids),
-        new_tokens=max_tokens,
-        eos_ids=[chat_format.tokenizer.eos_id],
-    )
-    (written,) = generator(params, [ids])
-    return chat_format.tokenizer.backend.decode(written.tolist(), skip_special_tokens=True)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Questions that are answered together.", lower_bound=1)
+_TOOL_FORMAT = flags.DEFINE_enum(
+    "tool_format", "template", ["template", "text"], "Who writes earlier tool calls: as corpus.tool_format."
+)
+_OUT = flags.DEFINE_string("out", None, "A new file for the answers, JSON Lines. Default: they are printed.")
 
 
 def main(argv: Sequence[str]) -> int:
     """Does what the flags say; returns the exit code."""
-    try:
-        if argv[1:]:
-            raise ValueError(f"unexpected arguments {list(argv[1:])}: flags are written --name=value")
-        text = answer(
-            _MODEL.value, _PROMPT.value, system=_SYSTEM.value, adapters=_ADAPTERS.value, max_tokens=_MAX_TOKENS.value
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    print(text)
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # JAX tells which devices there are not
+    with contextlib.ExitStack() as cleanup:
+        try:
+            if argv[1:]:
+                raise ValueError(f"unexpected arguments {list(argv[1:])}: flags are written --name=value")
+            if _OUT.value is not None and os.path.exists(_OUT.value):
+                raise ValueError(f"--out={_OUT.value} is there already: name another file, or remove it")
+            model = open_model(_MODEL.value, adapters=_ADAPTERS.value)
+            questions = read_questions(
+                _source(), model, new_tokens=_MAX_TOKENS.value, system=_SYSTEM.value, tool_format=_TOOL_FORMAT.value
+            )
+            params = model.params()
+            out = None if _OUT.value is None else cleanup.enter_context(open(_OUT.value, "x", encoding="utf-8"))
+        except (ValueError, OSError, FileChangedError) as error:
+            return _fail(error, EXIT_BAD_INPUT)
+        prompts = [question.ids for question in questions]
+        found = answers(model, params, prompts, new_tokens=_MAX_TOKENS.value, batch_size=_BATCH_SIZE.value)
+        bar = tqdm(found, total=len(prompts), unit="answer", disable=None if out else True)  # only on a terminal
+        try:
+            for question, answer in zip(questions, bar, strict=True):
+                if out is None:
+                    print(f"> {question.place}\n{answer.text}\n" if len(questions) > 1 else answer.text)
+                else:
+                    out.write(json.dumps(_line(question, answer), ensure_ascii=False) + "\n")
+                    out.flush()
+        except OSError as error:
+            return _fail(OSError(f"can't write all answers: {error}"), EXIT_FAILED)
     return EXIT_DONE
+
+
+def _source() -> Source:
+    if bool(_PROMPT.value) == bool(_CONVERSATIONS.value):
+        raise ValueError("want questions, either by --prompt or by --conversations")
+    return Prompts(_PROMPT.value) if _PROMPT.value else open_source(_CONVERSATIONS.value)
+
+
+def _line(question: Question, answer: Answer) -> dict[str, Any]:
+    tools = {} if question.spoken.tools is None else {"tools": list(question.spoken.tools)}
+    expected = {} if question.expected is None else {"expected": question.expected}
+    return {
+        "messages": list(question.spoken.messages),
+        **tools,
+        "answer": answer.text,
+        "ended": answer.ended,
+        "answer_tokens": answer.tokens,
+        **expected,
+    }
+
+
+def _fail(error: Exception, exit_code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return exit_code
 
 
 def _parse_flags(argv: Sequence[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except flags.Error as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
+        sys.exit(_fail(error, EXIT_BAD_INPUT))
 
 
 if __name__ == "__main__":

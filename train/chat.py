@@ -30,7 +30,7 @@ import numpy as np
 
 from train.chat_template import CALL, ChatTemplate, Rendered, Span, first_difference
 from train.chat_tokens import ChatEncoder, Tokens
-from train.conversations import Conversation, Message, answers_to_learn
+from train.conversations import Conversation, Message, answers_to_learn, conversation
 from train.tokenizers import FileTokenizer, IntArray, Record
 
 TrainOn = Literal["assistant", "last", "all"]
@@ -130,6 +130,15 @@ def chat_prompt(spoken: Conversation, chat_format: ChatFormat, *, tool_format: T
     spoken = _with_calls(spoken, tool_format)
     rendered = _render(spoken, chat_format, add_generation_prompt=True)
     return chat_format.encoder.encode(rendered.text, literals=rendered.literals).ids
+
+
+def end_mark(chat_format: ChatFormat) -> int | None:
+    """Returns the token that the template ends an answer with, which training teaches; None if it can't be told."""
+    try:
+        record = chat_record(conversation({"prompt": "Hello", "response": "Hello"}), chat_format)
+    except ValueError:  # no control token, or a template that refuses so short a talk
+        return None
+    return int(record["tokens"][np.flatnonzero(record["loss_mask"])[-1]])
 
 
 def _render(spoken: Conversation, chat_format: ChatFormat, *, add_generation_prompt: bool = False) -> Rendered:

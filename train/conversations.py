@@ -83,6 +83,30 @@ def conversation(row: Row, columns: Columns = DEFAULT_COLUMNS) -> Conversation:
     raise ValueError(_no_shape(given, columns))
 
 
+def question(row: Row, columns: Columns = DEFAULT_COLUMNS) -> tuple[Conversation, Message | None]:
+    """Returns what a row asks, and the answer that it has itself: the assistant's message at its end, if there is one.
+
+    A prompt without a response is a question, too.
+
+    Raises:
+        ValueError: As `conversation`; or if nothing precedes the answer.
+
+    >>> spoken, answer = question({"prompt": "2 + 2?", "response": "4"})
+    >>> spoken.messages, answer["content"]
+    (({'role': 'user', 'content': '2 + 2?'},), '4')
+    """
+    given = {key for key, value in row.items() if value is not None} if isinstance(row, Mapping) else set()
+    if columns.prompt in given and not given & {columns.messages, columns.response}:
+        return _from_pair({key: row[key] for key in given}, columns), None
+    spoken = conversation(row, columns)
+    *before, last = spoken.messages
+    if last["role"] != "assistant":
+        return spoken, None
+    if not before:
+        raise ValueError("nothing precedes the assistant's answer: there is no question; remove the record")
+    return dataclasses.replace(spoken, messages=tuple(before), unweighted=frozenset()), last
+
+
 def answers_to_learn(spoken: Conversation) -> list[int]:
     """Returns the indices of the assistant's messages that count."""
     return [

@@ -39,6 +39,8 @@ _LAYER_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
 }
+# A text's end, a turn's, and that of a message which a tool's answer follows.
+_END_KEYS = tuple(f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom"))
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -51,12 +53,16 @@ class GgufModel:
         config: The model's dimensions.
         tensors: The library's tensors, by Hugging Face's names.
         interleaved: Whether query and key rows are in the order for interleaved rotary positions.
+        end_ids: Tokens that end an answer, as its metadata say; there may be none.
+        context_tokens: Length of the sequences that it can read.
     """
 
     path: str
     config: ModelConfig
     tensors: Mapping[str, Any]
     interleaved: bool
+    end_ids: tuple[int, ...]
+    context_tokens: int
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """Reads a tensor as float32, [outputs, inputs] if it is a projection."""
@@ -80,13 +86,21 @@ def open_gguf_model(path: str | os.PathLike[str]) -> GgufModel:
     reader = _reader(path)
     tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
     divisors = tensors.pop(_ROPE_DIVISORS, None)
-    config = _config(_Settings(path, reader), {name: _shape(tensor) for name, tensor in tensors.items()})
+    settings = _Settings(path, reader)
+    config = _config(settings, {name: _shape(tensor) for name, tensor in tensors.items()})
     check_tensors(config, {name: _shape(tensor) for name, tensor in tensors.items()}, origin=repr(path))
     for name, tensor in tensors.items():
         _check_type(path, name, tensor)
     if divisors is not None:
         config = dataclasses.replace(config, rope_scaling=_rope_scaling(path, config, divisors))
-    return GgufModel(path, config, tensors, interleaved=_Settings(path, reader).architecture == "llama")
+    return GgufModel(
+        path,
+        config,
+        tensors,
+        interleaved=settings.architecture == "llama",
+        end_ids=settings.end_ids(config.vocab_size),
+        context_tokens=settings.whole("context_length"),
+    )
 
 
 class _Settings:
@@ -117,6 +131,16 @@ class _Settings:
                 "take another model"
             )
         return value
+
+    def end_ids(self, vocab_size: int) -> tuple[int, ...]:
+        found = {key: self._get(key) for key in _END_KEYS if key in self._fields}
+        for key, token_id in found.items():
+            if type(token_id) is not int or not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{self._path!r}: {key} must be a token's id in [0, {vocab_size:,}), got {token_id!r}: convert the "
+                    "model again"
+                )
+        return tuple(dict.fromkeys(found.values()))
 
     def refuse_unless(self, key: str, *values: Any) -> None:
         value = self.get(key, values[0])

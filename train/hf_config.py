@@ -80,13 +80,29 @@ def from_hf_config(config: Mapping[str, Any], *, origin: str) -> ModelConfig:
         raise ValueError(f"{origin} has a value out of range: {error}") from error
 
 
+def context_tokens(config: Mapping[str, Any], *, origin: str) -> int | None:
+    """Returns the length of the sequences that a `config.json` says its model can read; None if it says nothing.
+
+    Scaled rotary positions of Llama's kind are counted in already.
+
+    Raises:
+        ValueError: If it is no positive integer; the message names the file.
+    """
+    value = config.get("max_position_embeddings")
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(
+            f"{origin}: max_position_embeddings must be a positive integer, got {value!r}: repair the file"
+        )
+    return value
+
+
 def to_hf_config(config: ModelConfig, *, dtype: str, max_tokens: int, special_ids: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of a `config.json` for a model of ours.
 
     Args:
         config: The model.
         dtype: Of its tensors, as PyTorch names it: "bfloat16".
-        max_tokens: Length of the longest record that it was trained for.
+        max_tokens: Length of the sequences that it can read.
         special_ids: Such as {"eos_token_id": 2}.
 
     Raises:

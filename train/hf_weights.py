@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bcl_grain.json_files import read_json
-from train.hf_config import from_hf_config
+from train.generation_config import GENERATION_FILE, read_end_ids
+from train.hf_config import context_tokens, from_hf_config
 from train.model import ModelConfig
 from train.parameter_names import EMBEDDING, HEAD, Leaf, check_tensors, leaves
 from train.safetensors_file import DTYPES, Layout, Writer, read_layout, read_tensor
@@ -31,7 +32,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _COPIED = (
     "config.json",
     INDEX_FILE,
-    "generation_config.json",
+    GENERATION_FILE,
     "tokenizer*.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -58,12 +59,16 @@ class HfModel:
         config: The model's dimensions.
         files: Layouts of its safetensors files, by file name.
         extra: Bytes of tensors that are no parameters of their own, by name: buffers.
+        end_ids: Tokens that end an answer, as its files say; there may be none.
+        context_tokens: Length of the sequences that it can read, None if its files don't say.
     """
 
     directory: pathlib.Path
     config: ModelConfig
     files: Mapping[str, Layout]
     extra: Mapping[str, bytes]
+    end_ids: tuple[int, ...]
+    context_tokens: int | None
 
     def read(self, name: str) -> npt.NDArray[Any]:
         """Reads a tensor, in the type that the file has."""
@@ -83,7 +88,8 @@ def open_hf_model(directory: str | os.PathLike[str]) -> HfModel:
             that is read here. The message names it.
     """
     directory = pathlib.Path(directory)
-    config = from_hf_config(_json(directory / CONFIG_FILE), origin=repr(str(directory / CONFIG_FILE)))
+    settings, origin = _json(directory / CONFIG_FILE), repr(str(directory / CONFIG_FILE))
+    config = from_hf_config(settings, origin=origin)
     files = _layouts(directory)
     entries = {name: (file, entry) for file, layout in files.items() for name, entry in layout.entries.items()}
     buffers = {name for name in entries if name.endswith(_BUFFER)}
@@ -99,7 +105,8 @@ def open_hf_model(directory: str | os.PathLike[str]) -> HfModel:
                 f"{', '.join(DTYPES)} are read: take the model's files that are not quantised"
             )
     extra = {name: _raw(directory / entries[name][0], files[entries[name][0]], name) for name in sorted(buffers)}
-    return HfModel(directory, config, files, extra)
+    end_ids = read_end_ids(directory, settings, vocab_size=config.vocab_size)
+    return HfModel(directory, config, files, extra, end_ids, context_tokens(settings, origin=origin))
 
 
 def write_hf_model(

@@ -20,12 +20,19 @@ from train.safetensors_file import Writer, new_layout, read_layout, read_tensor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+TEMPLATE_FILE = "chat_template.jinja"
+"""Beside the two where the adapters were trained under another chat template than their model's."""
 
 _FACTOR_NAMES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 
 def export_adapters(
-    directory: str | os.PathLike[str], config: ModelConfig, trained: Params, *, base_model: str
+    directory: str | os.PathLike[str],
+    config: ModelConfig,
+    trained: Params,
+    *,
+    base_model: str,
+    template: str | None = None,
 ) -> None:
     """Writes adapters as `adapter_config.json` and `adapter_model.safetensors`, in whole or not at all.
 
@@ -34,6 +41,7 @@ def export_adapters(
         config: The model, with its `lora`.
         trained: The adapters, as `train.lora.split_params` gives them.
         base_model: Path or name of the model that they belong to.
+        template: The chat template that they were trained under, if it is not the model's own.
 
     Raises:
         ValueError: If `directory` is not empty, or the model has no adapters.
@@ -45,6 +53,8 @@ def export_adapters(
     with new_directory(directory) as partial, Writer(partial / WEIGHTS_FILE, layout) as writer:
         description = json.dumps(_description(lora, base_model), indent=2) + "\n"
         (partial / CONFIG_FILE).write_text(description, encoding="utf-8")
+        if template is not None:
+            (partial / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         for name, tensor in tensors.items():
             writer.write(name, tensor)
 

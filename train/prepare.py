@@ -15,10 +15,12 @@ from bcl_grain.cost_prior import CostPrior
 from bcl_grain.cost_table import TableCost, read_cost_table
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout, RowPackedOneShapeLayout
+from train.answers import sample_prompts
 from train.bigram import fit_bigram
 from train.chat import ChatFormat
 from train.chat_corpus import open_chat_format, read_chat_corpus
 from train.config import CorpusConfig, TrainConfig
+from train.context import context_warning
 from train.corpus import Split, describe_sizes, load_pairs, split_by_module
 from train.data import JobSize, LayOut, cap_records, cost_prior, job_size
 from train.layout import choose_layout, rehearse
@@ -29,7 +31,7 @@ from train.peft_adapters import WEIGHTS_FILE, read_lora_config
 from train.pretrained import Pretrained, open_pretrained
 from train.state import Optimizer, make_optimizer
 from train.token_table import TokenTable
-from train.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, to_record
+from train.tokenizers import ByteTokenizer, IntArray, Tokenizer, load_tokenizer, to_record
 from train.topology import Topology, packs_per_step, settle_lanes
 
 Say = Callable[[str], None]
@@ -56,6 +58,7 @@ class Prepared:
         job: The run's size.
         pretrained: The model to start from, opened; None for fresh parameters.
         chat_format: Its tokenizer and chat template.
+        sample_prompts: Tokens of the questions that it answers during the run.
         bigram_loss: Eval loss, in nats a token, of the bigram model fitted to the training records.
         identity: All that the result depends on, JSON-safe.
     """
@@ -72,6 +75,7 @@ class Prepared:
     job: JobSize
     pretrained: Pretrained | None
     chat_format: ChatFormat | None
+    sample_prompts: tuple[IntArray, ...]
     bigram_loss: float
     identity: dict[str, Any]
 
@@ -117,6 +121,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     """
     config = dataclasses.replace(config, balance=settle_lanes(config.balance, topology))
     pretrained = chat_format = None
+    samples: tuple[IntArray, ...] = ()
     if config.pretrained is None:
         tokenizer = _tokenizer(config.corpus)
         split = _split(config.corpus, say)
@@ -126,10 +131,14 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     else:
         pretrained = open_pretrained(config.pretrained)
         chat_format = open_chat_format(config.pretrained, template=config.corpus.chat_template)
-        tokenizer = chat_format.tokenizer
+        tokenizer, runtime = chat_format.tokenizer, config.runtime
+        samples = sample_prompts(runtime.sample_prompts, pretrained, chat_format, new_tokens=runtime.sample_tokens)
         train, evaluation = _conversations(config, topology, chat_format, say)
     train = _capped(train, "training", config.corpus, say)
     evaluation = _capped(evaluation, "held-out", config.corpus, say)
+    context = None if pretrained is None else pretrained.context_tokens
+    if warning := context_warning(train.sizes, config.corpus.max_tokens, context):
+        say(warning)
     job = job_size(
         len(train),
         pack_size=config.balance.pack_size,
@@ -174,6 +183,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         job=job,
         pretrained=pretrained,
         chat_format=chat_format,
+        sample_prompts=samples,
         bigram_loss=_bigram_loss(train, evaluation, model.vocab_size, say),
         identity=json.loads(json.dumps(identity)),
     )

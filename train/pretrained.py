@@ -18,11 +18,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from bcl_grain.json_files import read_json
 from train.gguf_weights import GgufModel, open_gguf_model
 from train.hf_config import to_hf_config
 from train.hf_weights import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, HfModel, open_hf_model, write_hf_model
 from train.model import ModelConfig, Params
-from train.parameter_names import leaves, tensor_shapes
+from train.parameter_names import Leaf, leaves, tensor_shapes
 from train.safetensors_file import DTYPES, Layout, fill, new_layout
 
 Pretrained = HfModel | GgufModel
@@ -74,14 +75,20 @@ def load_params(
     """
     params: Params = {}
     for leaf in leaves(pretrained.config):
-        value = np.empty(leaf.shape, dtype)
-        for name, part in leaf.cut(value).items():
-            fill(part, pretrained.read(name))
+        value = read_parameter(pretrained, leaf, dtype)
         branch = params
         for key in leaf.path[:-1]:
             branch = branch.setdefault(key, {})
         branch[leaf.path[-1]] = on_devices(value, sharding)
     return params
+
+
+def read_parameter(pretrained: Pretrained, leaf: Leaf, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Returns one of a model's parameters, all layers of it."""
+    value = np.empty(leaf.shape, dtype)
+    for name, part in leaf.cut(value).items():
+        fill(part, pretrained.read(name))
+    return value
 
 
 def export_model(
@@ -90,7 +97,7 @@ def export_model(
     *,
     like: HfModel | None = None,
     config: ModelConfig | None = None,
-    dtype: str = "F32",
+    dtype: str | None = None,
     max_tokens: int | None = None,
     beside: Mapping[str, pathlib.Path | str] | None = None,
     special_ids: Mapping[str, Any] | None = None,
@@ -99,31 +106,37 @@ def export_model(
 
     Args:
         directory: Must not exist yet, or be empty.
-        params: Without adapters: see `train.lora.merge_adapters`.
+        params: Without adapters: see `train.lora.merge_adapters`. Anything that NumPy makes an array of, one at a time.
         like: The directory that the parameters came from: names, types, shards, configuration and the files beside
             the weights are taken from it. Parameters that were not changed come out bit for bit.
         config: Without `like`: the model.
-        dtype: Without `like`: type of the tensors, "F32", "BF16" or "F16".
-        max_tokens: Without `like`: length of the longest record that it was trained for.
-        beside: Without `like`: further files by name, such as a tokenizer's, to copy or as text.
+        dtype: Type of the tensors, "F32", "BF16" or "F16"; default: as `like` has them, or "F32".
+        max_tokens: Without `like`: length of the sequences that it can read.
+        beside: Further files by name, such as a tokenizer's, to copy or as text; those of `like` come, too.
         special_ids: Without `like`: goes into the configuration, such as {"eos_token_id": 2}.
 
     Raises:
         ValueError: If `directory` is not empty, or neither `like` nor `config` is given.
     """
-    if like is not None:
-        files, extra = like.files, like.extra
-        write_hf_model(directory, like.config, params, files=files, extra=extra, beside=like.beside())
+    texts: dict[str, pathlib.Path | str] = {**({} if like is None else like.beside()), **(beside or {})}
+    if like is not None and dtype is None:
+        write_hf_model(directory, like.config, params, files=like.files, extra=like.extra, beside=texts)
         return
-    if config is None or max_tokens is None:
-        raise ValueError("a model without a directory that it came from needs config and max_tokens to be written")
+    dtype = "F32" if dtype is None else dtype
     if dtype not in _TORCH_NAMES:
         raise ValueError(f"dtype must be one of {', '.join(_TORCH_NAMES)}, got {dtype!r}")
-    description = to_hf_config(
-        config, dtype=_TORCH_NAMES[dtype], max_tokens=max_tokens, special_ids=dict(special_ids or {})
-    )
+    if like is not None:
+        config, description = like.config, read_json(like.directory / CONFIG_FILE)
+        description["dtype" if "dtype" in description else "torch_dtype"] = _TORCH_NAMES[dtype]
+        texts.pop(INDEX_FILE, None)
+    elif config is None or max_tokens is None:
+        raise ValueError("a model without a directory that it came from needs config and max_tokens to be written")
+    else:
+        description = to_hf_config(
+            config, dtype=_TORCH_NAMES[dtype], max_tokens=max_tokens, special_ids=dict(special_ids or {})
+        )
+    texts[CONFIG_FILE] = json.dumps(description, indent=2) + "\n"
     files = new_layouts(config, dtype)
-    texts: dict[str, pathlib.Path | str] = {**(beside or {}), CONFIG_FILE: json.dumps(description, indent=2) + "\n"}
     if len(files) > 1:
         places = {name: file for file, layout in files.items() for name in layout.entries}
         total = sum(entry.stop - entry.start for layout in files.values() for entry in layout.entries.values())

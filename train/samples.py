@@ -9,24 +9,23 @@ from pathlib import Path
 
 import jax
 
-from train.chat import ChatFormat, chat_prompt
-from train.conversations import conversation
+from train.answers import PROMPT_STEP, end_ids, read_answer
+from train.chat import ChatFormat
 from train.generate import Generator, compile_generator
 from train.lora import join_params
 from train.model import Params
 from train.prepare import Prepared
 from train.programs import Programs
+from train.tokenizers import IntArray
 
 SAMPLES_FILE = "samples.jsonl"
-
-_PROMPT_STEP = 64
 
 
 class Sampler:
     """Asks the model; compiled before the run, so that nothing is compiled in it."""
 
     def __init__(
-        self, questions: Sequence[str], prompts: Sequence[Sequence[int]], chat_format: ChatFormat, generator: Generator
+        self, questions: Sequence[str], prompts: Sequence[IntArray], chat_format: ChatFormat, generator: Generator
     ) -> None:
         self._questions = questions
         self._prompts = prompts
@@ -38,9 +37,8 @@ class Sampler:
         answers = self._generator(join_params(trained, frozen), self._prompts)
         with (run_dir / SAMPLES_FILE).open("a", encoding="utf-8") as file:
             for question, ids in zip(self._questions, answers, strict=True):
-                ended = len(ids) > 0 and int(ids[-1]) in self._generator.eos_ids
-                text = self._chat_format.tokenizer.backend.decode(ids.tolist(), skip_special_tokens=True)
-                line = {"step": step, "prompt": question, "answer": text, "ended": ended}
+                answer = read_answer(ids, self._chat_format, self._generator.eos_ids)
+                line = {"step": step, "prompt": question, "answer": answer.text, "ended": answer.ended}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
@@ -58,26 +56,18 @@ def cut_samples(run_dir: Path, first_step: int) -> None:
 
 
 def compile_sampler(prepared: Prepared, programs: Programs) -> Sampler | None:
-    """Returns what writes the run's samples, on the main process; None if there are none to write.
-
-    Raises:
-        ValueError: If the template refuses a question.
-    """
-    questions = prepared.config.runtime.sample_prompts
-    if not questions or prepared.chat_format is None or not prepared.topology.is_main:
+    """Returns what writes the run's samples, on the main process; None if there are none to write."""
+    prompts, chat_format = prepared.sample_prompts, prepared.chat_format
+    if not prompts or chat_format is None or prepared.pretrained is None or not prepared.topology.is_main:
         return None
-    prompts = []
-    for question in questions:
-        spoken = conversation({"messages": [{"role": "user", "content": question}]})
-        prompts.append(chat_prompt(spoken, prepared.chat_format).tolist())
     params = join_params(programs.abstract_state.params, programs.abstract_frozen)
     generator = compile_generator(
         prepared.model,
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),  # type: ignore[no-untyped-call]
         batch=len(prompts),
-        prompt_tokens=-(-max(map(len, prompts)) // _PROMPT_STEP) * _PROMPT_STEP,
+        prompt_tokens=-(-max(map(len, prompts)) // PROMPT_STEP) * PROMPT_STEP,
         new_tokens=prepared.config.runtime.sample_tokens,
-        eos_ids=[prepared.chat_format.tokenizer.eos_id],
+        eos_ids=end_ids(prepared.pretrained, chat_format),
         device=programs.local_devices[0],
     )
-    return Sampler(questions, prompts, prepared.chat_format, generator)
+    return Sampler(prepared.config.runtime.sample_prompts, prompts, chat_format, generator)
