@@ -172,8 +172,8 @@ def _read(directory: pathlib.Path) -> SourceTokens:
         problems=tuple(Problem(*problem) for problem in about["problems"]),
     )
     return SourceTokens(
-        table=TokenTable((values,), np.load(directory / ENTRIES_FILE)),
-        fractions=np.load(directory / FRACTIONS_FILE),
+        table=TokenTable((values,), np.load(directory / ENTRIES_FILE, allow_pickle=False)),
+        fractions=np.load(directory / FRACTIONS_FILE, allow_pickle=False),
         check=check,
     )
 
