@@ -37,8 +37,8 @@ def read_end_ids(directory: pathlib.Path, config: Mapping[str, Any], *, vocab_si
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise ValueError(
-                f"{str(file)!r}: {_KEY} must be a token's id in [0, {vocab_size:,}), or a list of such, got {value!r}: "
-                "repair the file, or fetch it again"
+                f"{str(file)!r}: eos_token_id must be a token's id in [0, {vocab_size:,}), or a list of such, got "
+                f"{value!r}: repair the file, or fetch it again"
             )
     return tuple(dict.fromkeys(ids))
 
