@@ -179,11 +179,15 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-gib", type=_amount, required=True, metavar="GIB", help="memory of a device")
     parser.add_argument(
         "--precision",
-        choices=("f32", "bf16"),
+        choices=("f32", "bf16", "frozen"),
         default="f32",
-        help="of the parameters; with bf16 the optimizer keeps a float32 copy",
+        help="of the parameters; with bf16 the optimizer keeps a float32 copy; frozen: in bfloat16, and not trained, "
+        "beside adapters whose own memory is left out",
     )
     parser.add_argument("--optimizer-shards", type=_positive, default=1, help="ranks that share the optimizer state")
+    parser.add_argument(
+        "--logits-at-once", type=_positive, default=2**24, metavar="N", help="logits that the trainer makes at a time"
+    )
     parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=True, help="recompute activations")
     parser.add_argument(
         "--attention", choices=get_args(Attention), default="fused", help="whether scores are kept (dense) or not"

@@ -275,12 +275,17 @@ def _check_window(lengths: Lengths, step_records: int, lookahead: int, streams: 
 
 
 def _memory(args: argparse.Namespace) -> MemoryModel:
-    precision = {"f32": {}, "bf16": {"param_bytes": 2, "grad_bytes": 2, "optimizer_bytes": 12}}[args.precision]
+    precision = {
+        "f32": {},
+        "bf16": {"param_bytes": 2, "grad_bytes": 2, "optimizer_bytes": 12},
+        "frozen": {"param_bytes": 2, "grad_bytes": 0, "accumulator_bytes": 0, "optimizer_bytes": 0},
+    }[args.precision]
     return MemoryModel(
         dims=load_model(args.model),
         optimizer_shards=args.optimizer_shards,
         remat=args.remat,
         attention=args.attention,
+        logits_at_once=args.logits_at_once,
         reserve=args.reserve,
         **precision,
     )

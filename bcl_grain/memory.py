@@ -19,9 +19,10 @@ at once; with remat only each layer's input (`width`), and one layer's activatio
 scores have a gradient as large as they are. Logits exist slice by slice, in float32, with their gradient: two times
 `logits_at_once` at most.
 
-The coefficients were read off XLA's own memory analysis of this project's trainer, in float32 on a CPU: without remat
-the arithmetic is between 5 % below and 8 % above what XLA plans; with remat it is above throughout, by 4 % for long
-chunks and up to 74 % for small ones.
+The coefficients were read off XLA's own memory analysis of this project's trainer, in float32 on a CPU with dense
+attention: without remat the arithmetic is between 5 % below and 8 % above what XLA plans; with remat it is above
+throughout, by 4 % for long chunks and up to 74 % for small ones. What is not an activation is left out: the process
+itself on a CPU, the workspace of matrix products, what several devices add up in an update.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """Bytes of one device. The defaults are those of this project's trainer on an accelerator.
+    """Bytes of one device. The defaults are those of this project's trainer on an accelerator, but for the logits.
 
     Attributes:
         dims: The model.
@@ -50,7 +51,7 @@ class MemoryModel:
         activation_bytes: Bytes of an activation.
         remat: Whether the backward pass computes a layer's activations again.
         attention: Whether the kernel keeps scores ("dense") or not ("fused").
-        logits_at_once: Logits that exist at a time.
+        logits_at_once: Logits that exist at a time. The trainer makes 2**27 on an accelerator: 0.9 GiB more.
         reserve: Share of the budget for what the arithmetic leaves out: runtime, fragmentation, compiled code.
 
     Raises:

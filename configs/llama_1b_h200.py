@@ -4,8 +4,10 @@ Model:    a directory of Llama-3.2-1B-Instruct (or of its dimensions) at models/
 Data:     conversations at data/train.jsonl
 Command:  python -m train.main --config=configs/llama_1b_h200.py
 Hardware: 8 H200 of 141 GB, one process.
-Memory:   1.236 B parameters at 20 bytes (parameter, accumulated and new gradient, two of Adam's, in float32): 23.0 GiB;
-          with activations kept of one layer (remat), a chunk of 2 x 4,096 tokens: 25.6 GiB of a GPU's 131.
+Memory:   1.236 B parameters at 13 bytes (parameter, accumulated and new gradient in float32, and an eighth of Adam's 8:
+          ZeRO-1): 15.0 GiB; with activations kept of one layer (remat), a chunk of 2 x 4,096 tokens: 17.6 GiB of the
+          139 GiB that a GPU shows, of which JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more.
+          The update takes 15.5 GiB. `bcl-grain boundary` with --optimizer-shards=8 --logits-at-once=134217728 agrees.
 Time:     unknown: no GPU was at hand.
 Result:   unknown for the same reason; the arithmetic is `train.memory`'s, which the trainer checks before it compiles.
 """

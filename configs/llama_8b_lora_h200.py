@@ -5,8 +5,11 @@ Data:     conversations at data/train.jsonl
 Command:  python -m train.main --config=configs/llama_8b_lora_h200.py
 Hardware: 8 H200 of 141 GB, one process.
 Memory:   8.03 B frozen parameters in bfloat16, and 20 bytes for each of the adapters' 42 M: 15.7 GiB; with activations
-          kept of one layer (remat), a chunk of 2 x 4,096 tokens: 20.8 GiB of a GPU's 131. Training all of them would
-          take 149.6 GiB before the first activation, more than a GPU has.
+          kept of one layer (remat), a chunk of 2 x 4,096 tokens: 20.8 GiB of the 139 GiB that a GPU shows, of which
+          JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more. `bcl-grain boundary` with
+          --precision=frozen --logits-at-once=134217728 agrees but for the adapters' 0.8 GiB, which it leaves out.
+          Training all parameters would take 149.6 GiB before the first activation, more than a GPU has; with ZeRO-1 on
+          8 GPUs 97.2 GiB, and 101.0 GiB in the update.
 Time:     unknown: no GPU was at hand.
 Result:   unknown for the same reason; the arithmetic is `train.memory`'s, which the trainer checks before it compiles.
 """

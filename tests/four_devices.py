@@ -19,6 +19,7 @@ import numpy as np
 
 from tests.tiny_chunks import CONFIG, SHAPES, make_pack
 from train.compiling import CompileCounter
+from train.program_memory import check_program_memory
 from train.programs import compile_programs
 from train.state import make_optimizer
 from train.step import evaluate, init_state, train_step
@@ -59,6 +60,7 @@ def run(num_devices: int, *, even: bool = False, **options: Any) -> dict[str, An
         "eval": totals,
         "compiled": compiled,
         "opt_state_bytes": held,  # on the first device
+        "needs": check_program_memory(programs),
     }
 
 
@@ -73,6 +75,7 @@ def compare(one: dict[str, Any], four: dict[str, Any]) -> dict[str, Any]:
         "losses": [one["losses"], four["losses"]],
         "eval": [one["eval"], four["eval"]],
         "opt_state_bytes": [one["opt_state_bytes"], four["opt_state_bytes"]],
+        "needs": [one["needs"], four["needs"]],
     }
 
 

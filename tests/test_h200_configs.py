@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bcl_grain.cli import main
 from bcl_grain.memory import GIB
 from tests.tiny_run import shapes_of
-from train.memory import check_memory, peak_bytes, state_bytes
+from train.config import TrainConfig
+from train.memory import Setup, adapter_parameters, check_memory, peak_bytes, state_bytes, update_bytes
 from train.model import ModelConfig
 from train.overrides import load_config
 
@@ -24,21 +28,62 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_stated_memory(name: str) -> None:
+VISIBLE_GIB = 139
+JAX_GIB = 0.75 * VISIBLE_GIB  # what JAX takes of it by default
+
+
+def configured(name: str) -> tuple[TrainConfig, ModelConfig, Setup, list[float]]:
+    """Returns a configuration, its model, its 8 devices, and the GiB that its header states, in order."""
     config = load_config(CONFIGS / f"{name}.py")
     model = dataclasses.replace(MODELS[name], lora=config.model.lora, remat=config.model.remat)
     header = (CONFIGS / f"{name}.py").read_text().split('"""')[1]
-    state, peak = (float(value) for value in re.findall(r": ([\d.]+)\s+GiB", header)[:2])
-    assert state == pytest.approx(state_bytes(model) / GIB, abs=0.06)
-    largest = max(peak_bytes(model, *shape) for shape in shapes_of(config))
-    assert peak == pytest.approx(largest / GIB, abs=0.06)
-    check_memory(model, shapes_of(config), budget_gib=131)
+    stated = [float(value) for value in re.findall(r"([\d.]+)\s+GiB", header)]
+    return config, model, Setup(devices=8, zero1=config.runtime.zero1), stated
 
 
-def test_all_parameters_of_the_large_one_would_not_fit() -> None:
-    config = load_config(CONFIGS / "llama_8b_lora_h200.py")
-    model = dataclasses.replace(MODELS["llama_8b_lora_h200"], remat=True)
-    assert state_bytes(model) / GIB == pytest.approx(149.6, abs=0.06)
-    with pytest.raises(ValueError, match=r"no row fits: train adapters alone"):
-        check_memory(model, shapes_of(config), budget_gib=131)
+@pytest.mark.parametrize("name", MODELS)
+def test_stated_memory(name: str) -> None:
+    config, model, setup, stated = configured(name)
+    assert stated[0] == pytest.approx(state_bytes(model, setup) / GIB, abs=0.06)
+    largest = max(peak_bytes(model, *shape, setup) for shape in shapes_of(config))
+    assert stated[1] == pytest.approx(largest / GIB, abs=0.06)
+    assert stated[2] == VISIBLE_GIB
+    check_memory(model, shapes_of(config), budget_gib=JAX_GIB, setup=setup)
+
+
+def test_stated_update() -> None:
+    _, model, setup, stated = configured("llama_1b_h200")
+    assert stated[3] == pytest.approx(update_bytes(model, setup) / GIB, abs=0.06)
+
+
+def test_all_parameters_of_the_large_one_would_not_fit_without_zero1() -> None:
+    config, model, _, stated = configured("llama_8b_lora_h200")
+    model = dataclasses.replace(model, lora=None)
+    alone, shared = Setup(devices=8), Setup(devices=8, zero1=True)
+    figures = state_bytes(model, alone), state_bytes(model, shared), update_bytes(model, shared)
+    assert stated[-3:] == pytest.approx([figure / GIB for figure in figures], abs=0.06)
+    with pytest.raises(ValueError, match=r"no row fits: train adapters alone \(model\.lora\), or set runtime\.zero1"):
+        check_memory(model, shapes_of(config), budget_gib=VISIBLE_GIB, setup=alone)
+    check_memory(model, shapes_of(config), budget_gib=VISIBLE_GIB, setup=shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "options"),
+    [
+        ("llama_1b_h200", "llama-3.2-1b", ["--optimizer-shards=8"]),
+        ("llama_8b_lora_h200", "llama-3.1-8b", ["--precision=frozen"]),
+    ],
+)
+def test_the_command_line_agrees(name: str, known: str, options: list[str], tmp_path: Path) -> None:
+    config, model, setup, _ = configured(name)
+    longest = config.corpus.max_tokens
+    np.save(tmp_path / "lengths.npy", np.full(64, longest))
+    options += ["--logits-at-once=134217728", "--pack-sizes=1,2", "--quiet", f"--json={tmp_path / 'out.json'}"]
+    arguments = ["boundary", str(tmp_path / "lengths.npy"), f"--model={known}", f"--memory-gib={JAX_GIB}", *options]
+    assert main(arguments) == 0
+    cells = json.loads((tmp_path / "out.json").read_text())["results"]
+    adapters = 20 * adapter_parameters(model)
+    for rows in (1, 2):
+        (cell,) = (c for c in cells if (c["cap"], c["layout"], c["pack_size"]) == ("none", "padded", rows))
+        assert (cell["rows"], cell["length"], cell["fits"]) == (rows, longest, True)
+        assert cell["peak_gib"] * GIB == pytest.approx(peak_bytes(model, rows, longest, setup) - adapters, rel=1e-9)

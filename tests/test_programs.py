@@ -20,6 +20,7 @@ from tests.tiny_chunks import CONFIG, SHAPES, make_pack
 from train.attention import masked_attention
 from train.compiling import CompileCounter
 from train.loss import Sums, loss_sums
+from train.memory import CPU_PROCESS_BYTES, Setup, peak_bytes, update_bytes
 from train.model import Params, graphdef
 from train.notes import Note, decode
 from train.programs import Programs, compile_programs
@@ -248,6 +249,19 @@ def test_four_devices_train_like_one(how: str, four_devices: Any) -> None:
     assert result["eval"][1] == pytest.approx(result["eval"][0], rel=1e-5)
     whole, part = result["opt_state_bytes"]
     assert part == (whole if "zero1" not in how else pytest.approx(whole / 4, rel=0.01))
+
+
+@pytest.mark.parametrize("how", ["decoupled", "zero1", "spmd", "spmd-zero1"])
+def test_four_devices_hold_what_the_arithmetic_says(how: str, four_devices: Any) -> None:
+    whole, part = four_devices[how]["needs"]
+    setup = Setup(platform="cpu", devices=4, zero1="zero1" in how, one_program="spmd" in how)
+    chunk = peak_bytes(CONFIG, *SHAPES[0], setup) - CPU_PROCESS_BYTES
+    (step,) = (need for name, need in part.items() if name.startswith(("training", "the step")))
+    assert step == pytest.approx(chunk, rel=0.03)
+    if "spmd" not in how:
+        assert part["the update"] == pytest.approx(update_bytes(CONFIG, setup) - CPU_PROCESS_BYTES, rel=0.07)
+        alone = update_bytes(CONFIG, Setup(platform="cpu")) - CPU_PROCESS_BYTES
+        assert whole["the update"] == pytest.approx(alone, rel=0.03)
 
 
 def test_a_second_process_takes_its_programs_from_the_cache(tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ def spmd_function(
     return step
 
 
+def cut_axis(shape: tuple[int, ...], pieces: int) -> int | None:
+    """Returns the axis along which an array is cut into even pieces, its longest that allows it; None for no such axis.
+
+    >>> cut_axis((2, 6, 4), 2), cut_axis((3, 5), 2)
+    (1, None)
+    """
+    axes = [axis for axis, size in enumerate(shape) if size and size % pieces == 0]
+    return max(axes, key=lambda axis: shape[axis], default=None)
+
+
 def cut_up(tree: Any, mesh: Mesh) -> Any:
     """Returns shardings that divide each array among the devices along its longest axis that they divide evenly.
 
@@ -87,11 +97,9 @@ def cut_up(tree: Any, mesh: Mesh) -> Any:
     """
 
     def of(x: Any) -> NamedSharding:
-        axes = [axis for axis, size in enumerate(x.shape) if size and size % mesh.size == 0]
-        if not axes:
-            return NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
-        longest = max(axes, key=lambda axis: x.shape[axis])
-        return NamedSharding(mesh, PartitionSpec(*[None] * longest, "data"))  # type: ignore[no-untyped-call]
+        axis = cut_axis(x.shape, mesh.size)
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, "data")  # type: ignore[no-untyped-call]
+        return NamedSharding(mesh, spec)
 
     return jax.tree.map(of, tree)
 

@@ -35,7 +35,7 @@ from train.config import fingerprint
 from train.data import Pack, balance_figures, eval_chunks, train_dataset
 from train.exporting import export
 from train.global_programs import Metrics
-from train.memory import check_memory, device_gib
+from train.memory import Setup, check_memory, device_gib
 from train.metrics_log import MetricsLog
 from train.model import Params
 from train.notes import decode, note_of, pack_figures, time_figures
@@ -102,8 +102,14 @@ def warm_up(prepared: Prepared, say: Say = print) -> Programs:
             prepared.model,
             prepared.lay_out.layout.shapes,
             budget_gib=budget_gib,
-            platform=device.platform,
-            one_record_rows=prepared.one_record_rows,
+            setup=Setup(
+                platform=device.platform,
+                devices=prepared.topology.ranks,
+                zero1=prepared.config.runtime.zero1,
+                one_program=prepared.spmd_packs is not None,
+                one_record_rows=prepared.one_record_rows,
+            ),
+            records=prepared.train,
         )
     programs = compile_programs(
         prepared.model,
