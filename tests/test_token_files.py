@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import concurrent.futures
 import dataclasses
 import json
@@ -195,3 +196,19 @@ def test_the_split_does_not_follow_the_order(data: pathlib.Path) -> None:
     fractions = tokens(data, None).fractions
     assert np.corrcoef(fractions, np.arange(len(fractions)))[0, 1] == pytest.approx(0, abs=0.25)
     assert 0.3 < np.mean(fractions < 0.5) < 0.7
+
+
+def test_the_key_holds_all_code_that_makes_tokens() -> None:
+    """What the reading of rows imports, and what that imports: a change of any of it must make tokens anew."""
+    folder = pathlib.Path(train.token_files.__file__).parent
+    found: set[str] = set()
+    left = ["chat_data", "tables", "token_files"]
+    while left:
+        name = left.pop()
+        found.add(name)
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("train."):
+                imported = (node.module or "").removeprefix("train.")
+                if imported not in found:
+                    left.append(imported)
+    assert found == set(train.token_files._CODE)

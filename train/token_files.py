@@ -39,8 +39,8 @@ TOKENS_FILE, ENTRIES_FILE, FRACTIONS_FILE, ABOUT_FILE = "tokens.bin", "entries.n
 
 _FORMAT = 1
 _CODE = (
-    *("chat", "chat_data", "chat_template", "chat_tokens", "conversations", "jsonl", "sources", "tables"),
-    *("token_files", "token_table", "tokenizers"),
+    *("chat", "chat_data", "chat_template", "chat_tokens", "conversations", "corpus", "jsonl", "sources", "tables"),
+    *("token_files", "token_table", "tokenizers", "tokenizing"),
 )
 _LIBRARIES = ("jinja2", "numpy", "pyarrow", "tokenizers")
 
