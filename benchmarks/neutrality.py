@@ -28,12 +28,12 @@ from benchmarks.result import write_result
 from train.compiling import enable_compile_cache
 from train.config import BalanceConfig, CorpusConfig, OptimizerConfig, TrainConfig
 from train.data import Pack, eval_chunks, train_dataset
-from train.loop import warm_up
 from train.model import ModelConfig
 from train.prepare import Prepared, prepare
 from train.programs import Programs
 from train.step import evaluate, init_state, train_step
 from train.topology import Topology
+from train.warm_up import warm_up
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -88,6 +88,7 @@ def test_lengths_are_written_for_the_command_line(config: Path, tmp_path: Path) 
         ({"lengths": "lengths.npy"}, "--lengths goes with --dry_run"),
         ({"dry_run": True, "lengths": "/nowhere/lengths.npy"}, "can't write the lengths to '/nowhere/lengths.npy'"),
         ({"dry_run": True, "set": ["steps=0"]}, "steps must be"),
+        ({"dry_run": True, "set": ["runtime.memory_gib=0.001"]}, "the device has 0.001 GiB"),
     ],
 )
 def test_bad_input_is_told(given: dict[str, Any], message: str, config: Path, capsys: Any) -> None:

@@ -23,7 +23,7 @@ from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
 from train.checkpoints import CheckpointError, Checkpoints, load_params
 from train.config import BalanceConfig, RuntimeConfig
 from train.data import train_dataset
-from train.loop import DivergedError, LateCompilationError, Outcome, run_training, warm_up
+from train.loop import DivergedError, LateCompilationError, Outcome, run_training
 from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
 from train.prepare import Prepared, prepare
 from train.programs import Programs, compile_programs
@@ -31,6 +31,7 @@ from train.run_directory import check_run_dir, claim_run_dir, find_differences, 
 from train.stopping import StopRequest
 from train.timeline import draw_timeline
 from train.topology import Topology
+from train.warm_up import warm_up
 
 TIMES = {"step_seconds", "data_seconds", "eval_seconds"}
 

@@ -26,7 +26,7 @@ from tests.tiny_run import tiny_run, write_config, write_corpus
 from train.checkpoints import load_params
 from train.config import BalanceConfig
 from train.launch import run
-from train.loop import run_training, warm_up
+from train.loop import run_training
 from train.metrics_log import METRICS_FILE, read_events
 from train.prepare import Prepared
 from train.processes import agree, exchange, from_main, join, leave, main_first, together
@@ -34,6 +34,7 @@ from train.programs import Programs
 from train.run_directory import saved_identity
 from train.stopping import StopRequest
 from train.topology import Topology, deal, recall_lanes, settle_lanes
+from train.warm_up import warm_up
 
 ROOT = Path(__file__).parents[1]
 STEPS = 20

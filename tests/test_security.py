@@ -23,11 +23,12 @@ from bcl_grain.priors import read_prior
 from tests.pipelines import pipeline
 from tests.tiny_run import tiny_config, write_corpus
 from train.hf_weights import open_hf_model
-from train.loop import run_training, warm_up
+from train.loop import run_training
 from train.prepare import prepare
 from train.run_directory import saved_identity
 from train.sources import open_source
 from train.topology import Topology
+from train.warm_up import warm_up
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(path for folder in ("bcl_grain", "train", "configs") for path in (ROOT / folder).glob("*.py"))

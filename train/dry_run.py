@@ -9,6 +9,7 @@ import numpy as np
 from train.comparison import Comparison
 from train.prepare import Prepared, Say
 from train.report import compare_all
+from train.warm_up import check_fit
 
 EVAL_COST_OF_TRAINING = 1 / 3
 """A forward pass alone, against forward and backward."""
@@ -26,7 +27,7 @@ def dry_run(prepared: Prepared, say: Say, *, lengths: Path | None = None) -> Com
         lengths: File for the training records' lengths in tokens, as `bcl-grain` reads them.
 
     Raises:
-        ValueError: If the file can't be written, or the corpus is too small to simulate.
+        ValueError: If the run does not fit the device, the corpus is too small, or the file can't be written.
     """
     config, job = prepared.config, prepared.job
     say(
@@ -36,6 +37,7 @@ def dry_run(prepared: Prepared, say: Say, *, lengths: Path | None = None) -> Com
     )
     share = evaluation_share(prepared)
     say(f"evaluation: {len(prepared.evaluation):,} records, as much work as {share:.1%} of all training")
+    say(f"memory: {check_fit(prepared):.1f} GiB of a device, by arithmetic")
     comparison = compare_all(prepared)
     say(f"balance, {comparison.describe()}")
     for line in comparison.table().splitlines():

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import grain
-import jax
 from absl import logging
 from tqdm import tqdm
 
@@ -35,14 +34,12 @@ from train.config import fingerprint
 from train.data import Pack, balance_figures, eval_chunks, train_dataset
 from train.exporting import export
 from train.global_programs import Metrics
-from train.memory import Setup, check_memory, device_gib
 from train.metrics_log import MetricsLog
 from train.model import Params
 from train.notes import decode, note_of, pack_figures, time_figures
 from train.prepare import Prepared, Say
 from train.processes import agree, wait_for_all
-from train.program_memory import check_program_memory
-from train.programs import Programs, compile_programs
+from train.programs import Programs
 from train.run_directory import began
 from train.samples import cut_samples
 from train.starting import claim, start
@@ -85,52 +82,6 @@ class _Dispatched:
     metrics: Metrics
     data_seconds: float
     watch: Watch
-
-
-def warm_up(prepared: Prepared, say: Say = print) -> Programs:
-    """Compiles everything that the run will need, and makes sure that it fits the device.
-
-    Raises:
-        ValueError: If it does not, or nothing can be compiled for these settings.
-    """
-    device = jax.local_devices()[0]
-    budget_gib = prepared.config.runtime.memory_gib
-    if budget_gib is None and prepared.pretrained is not None:
-        budget_gib = device_gib(device)
-    if budget_gib is not None:
-        check_memory(
-            prepared.model,
-            prepared.lay_out.layout.shapes,
-            budget_gib=budget_gib,
-            setup=Setup(
-                platform=device.platform,
-                devices=prepared.topology.ranks,
-                zero1=prepared.config.runtime.zero1,
-                one_program=prepared.spmd_packs is not None,
-                one_record_rows=prepared.one_record_rows,
-            ),
-            records=prepared.train,
-        )
-    programs = compile_programs(
-        prepared.model,
-        prepared.optimizer,
-        prepared.lay_out.layout.shapes,
-        expected_tokens=prepared.expected_tokens,
-        one_record_rows=prepared.one_record_rows,
-        attention=prepared.config.runtime.attention,
-        zero1=prepared.config.runtime.zero1,
-        spmd_packs=prepared.spmd_packs,
-    )
-    compiled, cache_hits, seconds = programs.warm_up
-    say(
-        f"warm-up: {compiled} programs for the chunk shapes {programs.shapes} in {seconds:.1f} s, {cache_hits} of them "
-        "from the compile cache"
-    )
-    needs = check_program_memory(programs)
-    if needs:
-        name = max(needs, key=lambda name: needs[name])
-        say(f"memory: {needs[name] / 2**30:.2f} GiB on a device at most, for {name}, by the compiler's account")
-    return programs
 
 
 def run_training(

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from train.checkpoints import CheckpointError, SaveError, latest_step, saved_steps
 from train.compiling import enable_compile_cache
 from train.dry_run import MUCH_EVALUATION, dry_run, evaluation_share
-from train.loop import DivergedError, LateCompilationError, run_training, warm_up
+from train.loop import DivergedError, LateCompilationError, run_training
 from train.overrides import load_config, override
 from train.prepare import Prepared, prepare
 from train.processes import DisagreementError, agree, from_main, join, leave, together, wait_for_all
@@ -34,6 +34,7 @@ from train.report import report
 from train.run_directory import check_run_dir, saved_identity
 from train.starting import StartError
 from train.topology import Topology, recall_lanes
+from train.warm_up import warm_up
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 
