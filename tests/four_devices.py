@@ -19,6 +19,7 @@ import numpy as np
 
 from tests.tiny_chunks import CONFIG, SHAPES, make_pack
 from train.compiling import CompileCounter
+from train.memory import device_gib
 from train.program_memory import check_program_memory
 from train.programs import compile_programs
 from train.state import make_optimizer
@@ -87,4 +88,4 @@ if __name__ == "__main__":
         "spmd": compare(even, run(4, even=True, spmd_packs=2)),
         "spmd-zero1": compare(even, run(4, even=True, spmd_packs=2, zero1=True)),
     }
-    print(json.dumps(result))
+    print(json.dumps(result | {"device_gib": device_gib(jax.devices()[0])}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -262,6 +263,12 @@ def test_four_devices_hold_what_the_arithmetic_says(how: str, four_devices: Any)
         assert part["the update"] == pytest.approx(update_bytes(CONFIG, setup) - CPU_PROCESS_BYTES, rel=0.07)
         alone = update_bytes(CONFIG, Setup(platform="cpu")) - CPU_PROCESS_BYTES
         assert whole["the update"] == pytest.approx(alone, rel=0.03)
+
+
+def test_devices_of_one_machine_share_its_memory(four_devices: Any) -> None:
+    machine = re.search(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
+    assert machine is not None
+    assert four_devices["device_gib"] == pytest.approx(int(machine.group(1)) / 2**20 / 4, rel=0.01)
 
 
 def test_a_second_process_takes_its_programs_from_the_cache(tmp_path: Path) -> None:
