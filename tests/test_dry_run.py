@@ -50,6 +50,14 @@ def test_it_says_what_the_run_will_report(tmp_path: Path) -> None:
     assert any(f"evaluation: {len(prepared.evaluation)} records" in line for line in lines)
 
 
+def test_a_small_corpus_is_compared_with_fewer_ranks(tmp_path: Path) -> None:
+    prepared = tiny_run(tmp_path)
+    runtime = dataclasses.replace(prepared.config.runtime, simulated_ranks=1000)
+    many = dataclasses.replace(prepared, config=dataclasses.replace(prepared.config, runtime=runtime))
+    assert compare_all(prepared).ranks == 2
+    assert compare_all(many).ranks == len(prepared.train) // 6 > 2
+
+
 def test_evaluations_are_counted_as_work(tmp_path: Path) -> None:
     """18 steps, evaluated at 0, 5, 10, 15 and 18: forward passes over the held-out records alone."""
     prepared = tiny_run(tmp_path)

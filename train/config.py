@@ -173,7 +173,7 @@ class RuntimeConfig:
         eval_every: Steps between evaluations; the start and the end are always evaluated.
         checkpoint_every: Steps between checkpoints; the end is always saved.
         keep_checkpoints: Checkpoints that stay.
-        simulated_ranks: Ranks of the comparison of the policy with arrival.
+        simulated_ranks: Ranks of the comparison of the policy with arrival; fewer if the corpus does not fill a step.
         simulated_steps: Its steps.
         zero1: Keep a part of the optimizer's state on each device instead of a copy on all (ZeRO-1): less memory.
         on_late_compilation: What a compilation after warm-up is: a `warn`ing or an `error`.

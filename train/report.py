@@ -23,9 +23,12 @@ SUMMARY_FILE = "summary.json"
 
 
 def compare_all(prepared: Prepared) -> Comparison:
-    """Simulates every policy on the training records, for more ranks than this machine has."""
+    """Simulates every policy on the training records, for more ranks than this machine has.
+
+    A corpus too small for one step of them is simulated with as many as it fills: a run must not fail for it.
+    """
     config = prepared.config
-    ranks = config.runtime.simulated_ranks
+    ranks = min(config.runtime.simulated_ranks, len(prepared.train) // config.balance.pack_size)
     job = job_size(
         len(prepared.train),
         pack_size=config.balance.pack_size,
