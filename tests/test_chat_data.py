@@ -7,18 +7,21 @@ import pathlib
 import pickle
 from typing import Any
 
-import grain
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.chat_formats import CHATML_TOOLS, FORGETFUL, chat_format, learned, text_data, text_of
 from train.chat_corpus import read_chat_corpus
-from train.chat_data import Block, DataError, RowReader, mixed_records, read_block, times_read
+from train.chat_data import Block, DataError, RowReader, mixture, read_block, times_read
 from train.config import CorpusConfig
 from train.conversations import Columns
 from train.sources import open_source
 from train.token_table import TokenTable
 
 FORM = chat_format(CHATML_TOOLS)
+SEEDS = st.integers(0, 2**31 - 1)
 READER = RowReader(chat_format=FORM)
 GOOD = b'{"prompt": "hi", "response": "yo"}\n'
 
@@ -182,10 +185,10 @@ def test_a_corpus_is_mixed_by_weight(tmp_path: pathlib.Path) -> None:
 
 def test_mixtures_keep_their_shares_and_read_every_record_equally_often() -> None:
     parts = [[f"a{i}" for i in range(30)], [f"b{i}" for i in range(5)]]
+    names = [*parts[0], *parts[1]]
 
     def mixed(seed: int) -> list[str]:
-        ds: grain.MapDataset[str] = mixed_records(parts, [3, 1], num_records=40, seed=seed)
-        return [ds[index] for index in range(len(ds))]
+        return [names[row] for row in mixture([30, 5], [3, 1], num_records=40, seed=seed)]
 
     order = mixed(1)
     assert len(order) == 40
@@ -207,7 +210,27 @@ def test_mixtures_keep_their_shares_and_read_every_record_equally_often() -> Non
 )
 def test_weights_are_checked(weights: list[float], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        mixed_records([[1], [2]], weights, num_records=4, seed=0)
+        mixture([1, 1], weights, num_records=4, seed=0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.floats(1e-9, 1e9)), min_size=1, max_size=5), st.integers(1, 300), SEEDS
+)
+def test_every_beginning_of_a_mixture_has_the_shares_of_the_weights(
+    parts: list[tuple[int, float]], num_records: int, seed: int
+) -> None:
+    lengths, weights = zip(*parts, strict=True)
+    rows = mixture(lengths, weights, num_records=num_records, seed=seed)
+    assert len(rows) == num_records
+    start = 0
+    for length, weight in parts:
+        own = (rows >= start) & (rows < start + length)
+        expected = np.arange(1, num_records + 1) * weight / sum(weights)
+        assert np.abs(np.cumsum(own) - expected).max() <= (1 + len(parts)) / 2 + 1e-6
+        whole = rows[own][: own.sum() // length * length].reshape(-1, length)
+        assert (np.sort(whole) == np.arange(start, start + length)).all(), "a record comes again before all have come"
+        start += length
+    assert rows.max() < start
 
 
 def test_errors_survive_the_way_between_processes() -> None:

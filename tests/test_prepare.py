@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,24 @@ def test_rows_are_fitted_to_the_records_and_hold_the_longest_that_may_come(tmp_p
     assert layout.pad_id == fitted.tokenizer.pad_id
     assert executed(fitted, layout) < 0.9 * executed(fitted, RowPackedLayout(length=64, rows_per_chunk=1))
     assert fitted.identity["chunk_shapes"] == [list(shape) for shape in layout.shapes]
+
+
+def test_a_cap_far_above_all_records_makes_no_row_of_its_length(tmp_path: Path) -> None:
+    """Of one shape it would be the row of every pack. The longest record may be learnt from or held out."""
+    corpus = tmp_path / "pairs.jsonl"
+    lines = write_corpus(corpus).read_text().splitlines()
+    config = tiny_config(corpus, layout=FitRows(most_shapes=1, multiple_of=8))
+    config = dataclasses.replace(config, corpus=dataclasses.replace(config.corpus, max_tokens=10**6))
+    longest_is_held_out = set()
+    for row in range(8):
+        corpus.write_text(
+            "\n".join([*lines[:row], json.dumps({"prompt": "", "response": "a" * 98}), *lines[row + 1 :]])
+        )
+        run = prepare(config, Topology(process_index=0, process_count=1, local_devices=1), say=lambda _: None)
+        ((_, length),) = run.lay_out.layout.shapes
+        assert max(run.train.sizes.max(), run.evaluation.sizes.max()) <= length < 200
+        longest_is_held_out.add(bool(run.evaluation.sizes.max() > run.train.sizes.max()))
+    assert longest_is_held_out == {False, True}
 
 
 def test_fitted_rows_are_said(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -16,12 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import train.token_files
 from tests.chat_formats import CHATML_MARKED, CHATML_TOOLS, chat_format, learned
 from train.chat_data import Block, RowReader
 from train.conversations import Columns
 from train.jsonl import FileChangedError
+from train.sources import Source, open_source
 from train.token_files import ABOUT_FILE, ENTRIES_FILE, FRACTIONS_FILE, TOKENS_FILE, SourceTokens, source_tokens
 from train.tokenizing import read_blocks
 
@@ -146,6 +150,107 @@ def test_damaged_tokens_are_made_again(
     assert len(passes) == 3
     assert_same(tokens(data, tmp_path / "cache"), expected)
     assert len(passes) == 3
+
+
+@settings(max_examples=30)
+@given(st.sampled_from([ENTRIES_FILE, FRACTIONS_FILE, ABOUT_FILE]), st.integers(0), st.integers(0, 7))
+def test_any_flipped_bit_beside_the_tokens_is_noticed_at_once(name: str, place: int, bit: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        data = pathlib.Path(folder, "data.jsonl")
+        data.write_text('{"prompt": "hi", "response": "yo"}\n' * 3 + "{")
+        expected = tokens(data, pathlib.Path(folder, "cache"))
+        (file,) = pathlib.Path(folder, "cache").glob(f"*/{name}")
+        content = bytearray(file.read_bytes())
+        content[place % len(content)] ^= 1 << bit
+        file.write_bytes(content)
+        assert train.token_files._kept(file.parent) is None
+        assert_same(tokens(data, pathlib.Path(folder, "cache")), expected)
+        assert train.token_files._kept(file.parent) is not None
+
+
+def test_kept_tokens_are_read_where_nothing_can_be_written(
+    data: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tokens(data, tmp_path / "cache")
+
+    def refused(*_: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(train.token_files, "_only_one", refused)
+    assert_same(tokens(data, tmp_path / "cache"), made)
+    data.write_text('{"prompt": "hi", "response": "yo"}')
+    with pytest.raises(ValueError, match=r"can't keep the tokens of .* read-only"):
+        tokens(data, tmp_path / "cache")
+
+
+def test_the_split_does_not_depend_on_how_the_data_is_named(
+    data: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on who has filled the cache."""
+    (tmp_path / "folder").mkdir()
+    data.rename(tmp_path / "folder" / "data.jsonl")
+    names = ["folder", "folder/data.jsonl", "folder/*.jsonl", str(tmp_path / "folder"), "./folder/../folder/da*"]
+    monkeypatch.chdir(tmp_path)
+    found = [tokens(pathlib.Path(name), cache) for name in names for cache in (None, tmp_path / "cache")]
+    monkeypatch.chdir(tmp_path / "folder")
+    found += [tokens(pathlib.Path(name), cache) for name in ("data.jsonl", ".") for cache in (None, tmp_path / "cache")]
+    (tmp_path / "folder").rename(tmp_path / "renamed")
+    found += [tokens(tmp_path / "renamed", tmp_path / "cache")]
+    for one in found:
+        assert one.fractions.tolist() == found[0].fractions.tolist()
+
+
+def test_the_same_file_below_another_folder_is_another_source(data: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Its rows are held out by another name."""
+    (tmp_path / "above" / "below").mkdir(parents=True)
+    data.rename(tmp_path / "above" / "below" / "data.jsonl")
+    for name in ("above", "above/below"):
+        kept, made = (tokens(tmp_path / name, cache) for cache in (tmp_path / "cache", None))
+        assert kept.fractions.tolist() == made.fractions.tolist()
+
+
+def test_a_file_that_comes_meanwhile_keeps_nothing(
+    data: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def coming(path: str) -> Source:
+        shutil.copy(data, data.with_name("more.jsonl"))
+        return open_source(path)
+
+    monkeypatch.setattr(train.token_files, "open_source", coming)
+    with pytest.raises(FileChangedError, match=r"files came or went under '.*\*\.jsonl' while in use"):
+        tokens(data.with_name("*.jsonl"), tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_file_that_may_not_be_read_is_not_a_lack_of_room(
+    data: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: str) -> Source:
+        raise PermissionError(f"Permission denied: {path!r}")
+
+    monkeypatch.setattr(train.token_files, "open_source", refused)
+    with pytest.raises(ValueError, match=r"can't read '.*data\.jsonl': Permission denied"):
+        tokens(data, tmp_path / "cache")
+
+
+def test_a_host_that_does_not_see_the_lock_and_is_slower_takes_what_is_there(
+    data: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(*arguments: Any, **named: Any) -> Iterator[Block]:
+        monkeypatch.undo()
+        yield from read_blocks(*arguments, **named)
+        monkeypatch.setattr(train.token_files, "_only_one", lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(socket, "gethostname", lambda: "faster")
+        faster.append(tokens(data, tmp_path / "cache"))
+        (directory,) = (path for path in (tmp_path / "cache").iterdir() if path.suffix == "")
+        inodes.append(directory.stat().st_ino)
+
+    faster: list[SourceTokens] = []
+    inodes: list[int] = []
+    monkeypatch.setattr(train.token_files, "read_blocks", overtaken)
+    assert_same(tokens(data, tmp_path / "cache"), faster[0])
+    (final,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert [final.stat().st_ino] == inodes, "the other host may have mapped it"
 
 
 def test_several_at_once_make_them_once(data: pathlib.Path, tmp_path: pathlib.Path, passes: list[str]) -> None:

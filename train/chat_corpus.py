@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from train.chat import ChatFormat
-from train.chat_data import DataError, RowReader, mixed_records, times_read
+from train.chat_data import DataError, RowReader, mixture, times_read
 from train.config import CorpusConfig
 from train.gguf_tokenizer import gguf_chat_format
 from train.hf_tokenizer import hf_chat_format
@@ -135,7 +135,4 @@ def _mixed(train: TokenTable, parts: Sequence[TokenTable], corpus: CorpusConfig,
     times = times_read(lengths, corpus.chat_weights, num_records=len(train))
     for path, often in zip(corpus.chat_paths, times, strict=True):
         say(f"mixture: {path} is read {often:.2f} times an epoch")
-    ends = np.cumsum(lengths).tolist()
-    rows = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    order = mixed_records(rows, corpus.chat_weights, num_records=len(train), seed=seed)
-    return train.select(np.fromiter((order[i] for i in range(len(train))), np.int64, len(train)))
+    return train.select(mixture(lengths, corpus.chat_weights, num_records=len(train), seed=seed))

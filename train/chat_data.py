@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import grain
 import numpy as np
 import numpy.typing as npt
 
@@ -22,8 +22,6 @@ from train.corpus import hash_fraction
 from train.sources import Source
 from train.token_table import Entries, encoded
 from train.tokenizers import IntArray, Record
-
-T = TypeVar("T")
 
 SHOWN_PROBLEMS = 10
 
@@ -128,8 +126,9 @@ def read_block(source: Source, rows: range, reader: RowReader, *, folder: str) -
         source: The rows.
         rows: Which of them.
         reader: How a row becomes records.
-        folder: Beginning of the places that the hash leaves out: the split stays when the data is moved.
+        folder: See `source_folder`; the hash leaves it out, so that the split stays when the data is moved.
     """
+    prefix = os.path.join(folder, "")
     records: list[Record] = []
     fractions: list[float] = []
     problems: list[Problem] = []
@@ -143,31 +142,40 @@ def read_block(source: Source, rows: range, reader: RowReader, *, folder: str) -
                 problems.append(Problem(source.place(row), str(error)))
             continue
         records += found
-        fractions += [hash_fraction(source.place(row).removeprefix(folder))] * len(found)
+        fractions += [hash_fraction("/" + source.place(row).removeprefix(prefix))] * len(found)
     values, entries = encoded(records)
     return Block(len(rows), values, entries, np.array(fractions, np.float64), num_broken, tuple(problems))
 
 
-def mixed_records(
-    parts: Sequence[Sequence[T]], weights: Sequence[float], *, num_records: int, seed: int
-) -> grain.MapDataset[T]:
-    """Returns `num_records` records of several sources, interleaved by weight.
+def mixture(lengths: Sequence[int], weights: Sequence[float], *, num_records: int, seed: int) -> npt.NDArray[np.int64]:
+    """Returns which records of several parts a mixture holds, in order: row numbers of the parts laid end to end.
 
     Each part is shuffled as a whole, anew each time it is read, and repeated as often as needed: the shares are those
     of the weights from the first record to the last, whatever the parts' lengths. `times_read` says how often.
 
     Args:
-        parts: The sources.
+        lengths: Records of each part.
         weights: One for each, positive; only ratios matter.
         num_records: Of the whole mixture.
         seed: Of the shuffles.
 
     Raises:
         ValueError: If weights and parts don't fit.
+
+    >>> mixture([6, 2], [3, 1], num_records=8, seed=0) >= 6
+    array([False, False,  True, False, False, False,  True, False])
     """
-    times_read([len(part) for part in parts], weights, num_records=num_records)
-    shuffled = [grain.MapDataset.source(part).seed(seed + index).shuffle().repeat() for index, part in enumerate(parts)]
-    return grain.MapDataset.mix(shuffled, weights)[:num_records]
+    times = times_read(lengths, weights, num_records=num_records)
+    due, rows, start = [], [], 0
+    for part, (length, often) in enumerate(zip(lengths, times, strict=True)):
+        count = min(num_records, int(often * length) + len(lengths))
+        order = np.random.default_rng([seed, part]).permuted(
+            np.tile(np.arange(length), (-(-count // length), 1)), axis=1
+        )
+        rows.append(start + order.reshape(-1)[:count])
+        due.append((np.arange(count) + 0.5) / (often * length))
+        start += length
+    return np.concatenate(rows)[np.argsort(np.concatenate(due), kind="stable")[:num_records]]
 
 
 def times_read(lengths: Sequence[int], weights: Sequence[float], *, num_records: int) -> list[float]:

@@ -16,7 +16,9 @@ from train.tokenizers import IntArray
 from train.topology import Topology, packs_per_step
 
 
-def choose_layout(config: TrainConfig, sizes: IntArray, model: ModelConfig, topology: Topology) -> Layout:
+def choose_layout(
+    config: TrainConfig, sizes: IntArray, model: ModelConfig, topology: Topology, *, longest: int
+) -> Layout:
     """Returns the layout that a config names, or one that follows from the records and the model.
 
     Args:
@@ -24,6 +26,7 @@ def choose_layout(config: TrainConfig, sizes: IntArray, model: ModelConfig, topo
         sizes: int32 [records], tokens of each training record.
         model: The model, for what chunks cost.
         topology: Who takes part.
+        longest: Tokens of the longest record, be it one to evaluate: the cap may be far above it.
 
     Raises:
         ValueError: If a step that is one program can't be shared evenly by the devices.
@@ -36,8 +39,7 @@ def choose_layout(config: TrainConfig, sizes: IntArray, model: ModelConfig, topo
         sizes,
         pack_size=config.balance.pack_size,
         cost=model.cost(),
-        # Records to evaluate may be longer than all that are learnt from.
-        max_length=config.corpus.max_tokens,
+        max_length=longest,
         most_shapes=config.layout.most_shapes,
         multiple_of=config.layout.multiple_of,
     )

@@ -147,7 +147,8 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         epochs=config.epochs,
     )
     model = _model(config, tokenizer, pretrained)
-    layout = choose_layout(config, train.sizes, model, topology)
+    longest = max(int(part.sizes.max()) for part in (train, evaluation))
+    layout = choose_layout(config, train.sizes, model, topology, longest=longest)
     cost = _cost(config.balance.cost_table, model, layout)
     prior = cost_prior(train, config.balance, cost, seed=config.seed)
     if isinstance(layout, RowPackedOneShapeLayout):

@@ -81,6 +81,19 @@ def source_files(path: str | os.PathLike[str]) -> list[pathlib.Path]:
     return files
 
 
+def source_folder(path: str | os.PathLike[str]) -> str:
+    """Returns the directory below which a source's files lie, as their places name it.
+
+    What follows it in a place stays when the data is moved, whether it was given as a directory, a file or a pattern.
+    """
+    where = pathlib.Path(path)
+    if where.is_dir():
+        return os.fspath(where)
+    while not (where := where.parent).exists():  # a part of the pattern
+        pass
+    return os.fspath(where)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayRecords:
     """An ArrayRecord file whose records are JSON objects."""

@@ -2,12 +2,12 @@
 
 What is kept lies in a directory that is named by all that the tokens depend on: the files (path, size, time of change),
 tokenizer, template, settings, and the code itself. It is made beside its final place and moved there whole; of several
-processes of a machine one makes it. It may be removed at any time.
+processes of a machine one makes it. Checksums tell whether it is whole: of a token's record when that is read, of all
+else at once. It may be removed at any time.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import dataclasses
 import fcntl
@@ -19,6 +19,7 @@ import pathlib
 import shutil
 import socket
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
@@ -28,16 +29,16 @@ from tqdm import tqdm
 
 from bcl_grain.json_files import read_json
 from train.chat_data import SHOWN_PROBLEMS, Block, Check, Problem, RowReader
-from train.jsonl import FileStamp
-from train.sources import open_source, source_files
+from train.jsonl import FileChangedError, FileStamp
+from train.sources import open_source, source_files, source_folder
 from train.token_table import ENTRY, TokenTable
 from train.tokenizing import read_blocks
 
 Say = Callable[[str], None]
 
-TOKENS_FILE, ENTRIES_FILE, FRACTIONS_FILE, ABOUT_FILE = "tokens.bin", "entries.npy", "fractions.npy", "about.json"
+TOKENS_FILE, ENTRIES_FILE, FRACTIONS_FILE, ABOUT_FILE = "tokens.bin", "entries.bin", "fractions.bin", "about.json"
 
-_FORMAT = 1
+_FORMAT = 2
 _CODE = (
     *("chat", "chat_data", "chat_template", "chat_tokens", "conversations", "corpus", "jsonl", "sources", "tables"),
     *("token_files", "token_table", "tokenizers", "tokenizing"),
@@ -84,28 +85,37 @@ def source_tokens(
     Raises:
         ValueError: If the source can't be read or changes meanwhile, or there is no room for the tokens.
     """
-    stamps = [FileStamp.of(file.absolute()) for file in source_files(path)]
+    files, folder = source_files(path), source_folder(path)
+    stamps = [FileStamp.of(file.absolute()) for file in files]
 
     def make(directory: pathlib.Path) -> None:
-        source = open_source(path)
-        blocks = read_blocks(source, reader, folder=str(pathlib.Path(path).parent), workers=workers)
+        try:
+            source = open_source(path)
+        except OSError as error:
+            raise ValueError(f"can't read {path!r}: {error}; give another file, or the right to read it") from error
+        blocks = read_blocks(source, reader, folder=folder, workers=workers)
         with tqdm(total=len(source), desc=path, unit=" rows", delay=2, leave=False, disable=not progress) as bar:
             _write(directory, blocks, len(source), bar.update)
         for stamp in stamps:
             stamp.check()
+        if source_files(path) != files:
+            raise FileChangedError(f"files came or went under {path!r} while in use; start again, and leave them alone")
 
     try:
         if cache is None:
             with tempfile.TemporaryDirectory(prefix="tokens-") as temporary:
                 make(pathlib.Path(temporary))
                 return _read(pathlib.Path(temporary))  # what is mapped stays readable
-        final = pathlib.Path(cache, _key(stamps, reader))
-        with _only_one(final, say):
-            if (found := _kept(final)) is not None:
-                say(f"tokens of {path}: from {final}")
-                return found
-            _make_aside(final, make)
-            return _read(final)
+        final = pathlib.Path(cache, _key(stamps, folder, reader))
+        found = _kept(final)  # before any lock: the directory may be one that can only be read
+        if found is None:
+            with _only_one(final, say):
+                found = _kept(final)
+                if found is None:
+                    _make_aside(final, make)
+                    return _read(final)
+        say(f"tokens of {path}: from {final}")
+        return found
     except OSError as error:
         where = tempfile.gettempdir() if cache is None else os.fspath(cache)
         raise ValueError(
@@ -114,7 +124,7 @@ def source_tokens(
         ) from error
 
 
-def _key(stamps: Iterable[FileStamp], reader: RowReader) -> str:
+def _key(stamps: Iterable[FileStamp], folder: str, reader: RowReader) -> str:
     here = pathlib.Path(__file__)
     tokenizer, template = reader.chat_format.tokenizer, reader.chat_format.template
     ids = {name: value for name, value in vars(tokenizer).items() if name != "backend"}
@@ -123,6 +133,7 @@ def _key(stamps: Iterable[FileStamp], reader: RowReader) -> str:
         "code": [here.with_name(f"{name}.py").read_text(encoding="utf-8") for name in _CODE],
         "libraries": [importlib.metadata.version(name) for name in _LIBRARIES],
         "files": [dataclasses.astuple(stamp) for stamp in stamps],
+        "folder": os.path.abspath(folder),
         "tokenizer": [tokenizer.backend.to_str(), ids],
         "template": [template.source, template.tool_source, dict(template.variables), str(template.date)],
         "reader": [
@@ -136,34 +147,58 @@ def _key(stamps: Iterable[FileStamp], reader: RowReader) -> str:
 
 
 def _write(directory: pathlib.Path, blocks: Iterable[Block], num_rows: int, done: Callable[[int], Any]) -> None:
-    entries, fractions = array.array("B"), array.array("d")
-    start = num_broken = read = 0
+    start = num_broken = read = entries_checksum = fractions_checksum = 0
     problems: list[Problem] = []
-    with (directory / TOKENS_FILE).open("wb") as file:
+    with contextlib.ExitStack() as opened:
+        names = (TOKENS_FILE, ENTRIES_FILE, FRACTIONS_FILE)
+        files = [opened.enter_context((directory / name).open("wb")) for name in names]
         for block in blocks:
             moved = block.entries.copy()
             moved["start"] += start
             start += len(block.values)
-            file.write(block.values.astype("<i4").tobytes())
-            entries.frombytes(moved.tobytes())
-            fractions.frombytes(block.fractions.tobytes())
+            contents = block.values.astype("<i4").tobytes(), moved.tobytes(), block.fractions.tobytes()
+            for file, content in zip(files, contents, strict=True):
+                file.write(content)
+            entries_checksum = zlib.crc32(contents[1], entries_checksum)
+            fractions_checksum = zlib.crc32(contents[2], fractions_checksum)
             num_broken += block.num_broken
             problems += block.problems[: SHOWN_PROBLEMS - len(problems)]
             done(block.num_rows)
             read += block.num_rows
-        _sync(file)
+        for file in files:
+            _sync(file)
     assert read == num_rows, (read, num_rows)
-    np.save(directory / ENTRIES_FILE, np.frombuffer(entries, ENTRY))
-    np.save(directory / FRACTIONS_FILE, np.frombuffer(fractions, np.float64))
-    about = {"num_rows": num_rows, "num_broken": num_broken, "problems": problems, "num_tokens": start}
-    with (directory / ABOUT_FILE).open("w", encoding="utf-8") as file:
-        json.dump(about, file)
-        _sync(file)
+    about = {
+        "num_rows": num_rows,
+        "num_broken": num_broken,
+        "problems": problems,
+        "num_tokens": start,
+        "checksums": [entries_checksum, fractions_checksum],
+    }
+    with (directory / ABOUT_FILE).open("w", encoding="utf-8") as text:
+        json.dump({"about": about, "checksum": _checksum(about)}, text)
+        _sync(text)
 
 
 def _read(directory: pathlib.Path) -> SourceTokens:
-    about = read_json(directory / ABOUT_FILE)
-    tokens = directory / TOKENS_FILE
+    """Returns what is in a directory.
+
+    Raises:
+        OSError: If it can't be read, or is not what was written.
+    """
+    try:
+        sealed = read_json(directory / ABOUT_FILE)
+        about = sealed["about"]
+        whole = sealed["checksum"] == _checksum(about)
+    except (ValueError, TypeError, KeyError):
+        whole = False
+    if whole:
+        tokens = directory / TOKENS_FILE
+        entries = np.fromfile(directory / ENTRIES_FILE, ENTRY)
+        fractions = np.fromfile(directory / FRACTIONS_FILE, np.float64)
+        whole = [zlib.crc32(part.view(np.uint8).data) for part in (entries, fractions)] == about["checksums"]
+    if not whole or tokens.stat().st_size != 4 * about["num_tokens"]:
+        raise OSError(f"{str(directory)!r} does not hold what was written there: remove it, it is made anew")
     # A file of no bytes can't be mapped.
     values = np.memmap(tokens, "<i4", mode="r") if about["num_tokens"] else np.empty(0, np.int32)
     check = Check(
@@ -171,32 +206,32 @@ def _read(directory: pathlib.Path) -> SourceTokens:
         num_broken=about["num_broken"],
         problems=tuple(Problem(*problem) for problem in about["problems"]),
     )
-    return SourceTokens(
-        table=TokenTable((values,), np.load(directory / ENTRIES_FILE, allow_pickle=False)),
-        fractions=np.load(directory / FRACTIONS_FILE, allow_pickle=False),
-        check=check,
-    )
+    return SourceTokens(table=TokenTable((values,), entries), fractions=fractions, check=check)
+
+
+def _checksum(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def _kept(directory: pathlib.Path) -> SourceTokens | None:
     """Returns what is kept in a directory, or None if that is nothing, or damaged."""
     try:
-        found = _read(directory)
-        entries, (values,) = found.table.entries, found.table.blocks
-        ends = entries["start"] + entries["stored"]
-        whole = len(entries) == len(found.fractions) and len(values) == ends.max(initial=0)
-    except (OSError, ValueError, EOFError, KeyError, TypeError):
+        return _read(directory)
+    except OSError:
         return None
-    return found if whole else None
 
 
 def _make_aside(final: pathlib.Path, make: Callable[[pathlib.Path], None]) -> None:
     aside = final.with_name(f"{final.name}.making-{socket.gethostname()}-{os.getpid()}")
+    shutil.rmtree(final, ignore_errors=True)  # damaged
     aside.mkdir()
     try:
         make(aside)
-        shutil.rmtree(final, ignore_errors=True)  # damaged
-        aside.rename(final)
+        try:
+            aside.rename(final)
+        except OSError:
+            if _kept(final) is None:  # else a host was faster whose lock is not seen here
+                raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
