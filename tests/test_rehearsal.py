@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bcl_grain.cost_table import CostTable, TableCost, write_cost_table
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import RowPackedLayout, RowPackedOneShapeLayout
 from tests.tiny_run import tiny_config, tiny_run, write_corpus
 from train.config import BalanceConfig
-from train.data import LayOut, job_size, train_dataset
+from train.data import LayOut, cost_prior, job_size, train_dataset
 from train.prepare import prepare
 from train.rehearsal import rows_that_fit
+from train.report import compare_all
 from train.token_table import TokenTable
 from train.topology import Topology
 
@@ -38,7 +41,9 @@ def test_a_rehearsed_job_runs_to_its_end_and_needs_the_rows_that_were_named(poli
         records = corpus(seed, sigma)
         balance = BalanceConfig(pack_size=6, lookahead=4, policy=policy, lanes=2, packs_per_step=packs_per_step)
         job = job_size(len(records), pack_size=6, ranks=2 * packs_per_step, steps=None, epochs=1)
-        settings: dict[str, Any] = {"balance": balance, "prior": None, "seed": seed}
+        # Of short records: it errs, which the first packs show.
+        prior = cost_prior(records.select(records.sizes < 12), balance, COST, seed=seed)
+        settings: dict[str, Any] = {"balance": balance, "prior": prior, "seed": seed}
 
         def run(rows: int) -> int:
             lay_out = LayOut(RowPackedOneShapeLayout(rows=rows, length=64), COST)
@@ -71,6 +76,42 @@ def test_rows_that_are_named_and_too_few_are_refused_with_the_number_that_does(t
     assert chosen.one_shape is not None
     assert chosen.one_shape[0] <= rows
     assert f"layout: chunks of {chosen.one_shape[0]} x 64 tokens, chosen for these records" in lines
+
+
+def test_times_are_wanted_for_the_shape_that_is_rehearsed_and_not_for_the_one_tried_first(tmp_path: Path) -> None:
+    """A table that `train.calibrate` made for the run has no others."""
+    settings: dict[str, Any] = {"step": "spmd", "steps": None, "layout": RowPackedLayout(length=64, rows_per_chunk=1)}
+    balance = BalanceConfig(pack_size=6, lookahead=1, lanes=1, packs_per_step=1)
+    first = tiny_run(tmp_path, balance=balance, **settings)
+    assert first.one_shape is not None
+    table = tmp_path / "table.json"
+    about = {"model": json.loads(json.dumps(dataclasses.asdict(first.model)))}
+    cost = TableCost.from_timings([(first.one_shape, 0.1), ((1, 64), 0.03)])
+    write_cost_table(CostTable(cost, about), table)
+    with_table = dataclasses.replace(balance, cost_table=str(table))
+    run = tiny_run(tmp_path, balance=with_table, **settings)
+    assert run.one_shape == first.one_shape
+    assert run.lay_out.cost == cost
+    write_cost_table(CostTable(TableCost.from_timings([((1, 64), 0.03)]), about), table)
+    with pytest.raises(ValueError, match=r"has no time for chunks of shape \[\(4, 64\)\]: calibrate anew"):
+        tiny_run(tmp_path, balance=with_table, **settings)
+
+
+@pytest.mark.parametrize("steps", [3, None])
+def test_policies_are_compared_on_packs_that_the_one_shape_does_not_hold(steps: int | None, tmp_path: Path) -> None:
+    """Those of other ranks and other policies: a pack that does not fit is charged a second chunk."""
+    balance = BalanceConfig(pack_size=6, lookahead=8, lanes=1, packs_per_step=1)
+    layout = RowPackedLayout(length=64, rows_per_chunk=1)
+    run = tiny_run(tmp_path, step="spmd", steps=steps, balance=balance, layout=layout)
+    assert run.one_shape is not None
+    chunk = run.lay_out.cost.of_chunk(*run.one_shape)
+    most = 0.0
+    for simulation in compare_all(run).simulations.values():
+        assert simulation.executed is not None
+        chunks = simulation.executed / chunk
+        np.testing.assert_allclose(chunks, chunks.round())
+        most = max(most, float(chunks.max()))
+    assert most > 1.5
 
 
 def test_a_decoupled_job_of_one_shape_is_rehearsed_too(tmp_path: Path) -> None:

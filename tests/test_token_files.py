@@ -6,6 +6,8 @@ import ast
 import concurrent.futures
 import contextlib
 import dataclasses
+import datetime
+import importlib.metadata
 import json
 import pathlib
 import shutil
@@ -100,6 +102,13 @@ def test_nothing_is_left_where_nothing_is_kept(
         dataclasses.replace(READER, columns=Columns(system="prompt", prompt="response")),
         dataclasses.replace(READER, tool_format="text"),
         dataclasses.replace(READER, chat_format=chat_format(CHATML_MARKED)),
+        *(
+            dataclasses.replace(READER, chat_format=dataclasses.replace(READER.chat_format, template=template))
+            for template in (
+                dataclasses.replace(READER.chat_format.template, variables={"bos_token": "<s>"}),
+                dataclasses.replace(READER.chat_format.template, date=datetime.datetime(2020, 1, 1)),
+            )
+        ),
     ],
 )
 def test_other_settings_are_other_tokens(
@@ -108,6 +117,17 @@ def test_other_settings_are_other_tokens(
     tokens(data, tmp_path / "cache")
     assert_same(tokens(data, tmp_path / "cache", reader), tokens(data, None, reader))
     assert len(passes) == 3
+
+
+def test_another_version_of_a_library_is_other_tokens(
+    data: pathlib.Path, tmp_path: pathlib.Path, passes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {name: importlib.metadata.version(name) for name in train.token_files._LIBRARIES}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    for count, name in enumerate(("", *versions)):
+        versions[name] = "another"
+        tokens(data, tmp_path / "cache")
+        assert len(passes) == count + 1
 
 
 def test_a_changed_file_is_read_again(data: pathlib.Path, tmp_path: pathlib.Path, passes: list[str]) -> None:
@@ -276,9 +296,12 @@ def test_what_a_killed_process_left_is_cleared_away(
     (final,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
     left = final.with_name(f"{final.name}.making-{socket.gethostname()}-1")
     shutil.copytree(final, left)
+    others = final.with_name(f"{final.name}.making-another.host-1")
+    shutil.copytree(final, others)
     shutil.rmtree(final)
     assert_same(tokens(data, tmp_path / "cache"), made)
     assert not left.exists()
+    assert others.exists(), "it may be at work, if locks are not seen on all hosts"
 
 
 def test_no_room_is_said_in_words(data: pathlib.Path, tmp_path: pathlib.Path) -> None:

@@ -22,7 +22,7 @@ from train.sources import Source, open_source
 from train.tokenizing import BLOCK_ROWS, read_blocks
 
 READER = RowReader(chat_format=chat_format(CHATML_TOOLS))
-ROWS = 5 * BLOCK_ROWS + 3
+ROWS = 9 * BLOCK_ROWS + 3  # more than two processes may have before them
 
 ENDLESS = """
 import itertools, sys, time
@@ -58,12 +58,12 @@ def test_several_processes_make_the_same_records(
     monkeypatch.setattr(train.tokenizing, "_PATIENCE_SECONDS", 1e-9)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     alone, several = read(source, 1), read(source, workers)
-    assert len(alone) == 6
+    assert len(alone) == 10
     assert sum(block.num_rows for block in alone) == ROWS
     for one, other in zip(alone, several, strict=True):
         for mine, theirs in zip(one, other, strict=True):
             np.testing.assert_equal(mine, theirs)
-    assert [block.num_broken for block in several] == [0, 0, 0, 1, 0, 0]
+    assert [block.num_broken for block in several] == [0, 0, 0, 1, *[0] * 6]
 
 
 def test_a_worker_that_dies_is_an_error(source: Source) -> None:

@@ -37,6 +37,8 @@ from train.topology import Topology, packs_per_step, settle_lanes
 Say = Callable[[str], None]
 """Takes a line for the user."""
 
+_CALIBRATE = "calibrate anew: python -m train.calibrate with this config"
+
 BIGRAM_TOKENS = 20_000_000
 """That the baseline looks at, at most."""
 
@@ -94,7 +96,7 @@ class Prepared:
 
     @property
     def eval_layout(self) -> Layout:
-        """How held-out records become chunks: as in training, of as many chunks as they need."""
+        """How packs that were not rehearsed become chunks: as in training, but of as many chunks as they need."""
         layout = self.lay_out.layout
         if not isinstance(layout, RowPackedOneShapeLayout):
             return layout
@@ -149,11 +151,15 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     model = _model(config, tokenizer, pretrained)
     longest = max(int(part.sizes.max()) for part in (train, evaluation))
     layout = choose_layout(config, train.sizes, model, topology, longest=longest)
-    cost = _cost(config.balance.cost_table, model, layout)
+    cost = _cost(config.balance.cost_table, model)
     prior = cost_prior(train, config.balance, cost, seed=config.seed)
     if isinstance(layout, RowPackedOneShapeLayout):
         layout = rehearse(config, layout, train.sizes, job, cost=cost, prior=prior, progress=topology.is_main)
-        cost = _cost(config.balance.cost_table, model, layout)
+    if isinstance(cost, TableCost) and (missing := set(layout.shapes) - dict(cost.chunk_seconds).keys()):
+        raise ValueError(
+            f"balance.cost_table {config.balance.cost_table!r} has no time for chunks of shape {sorted(missing)}: "
+            f"{_CALIBRATE}"
+        )
     if layout is not config.layout:
         shapes = ", ".join(f"{rows} x {length}" for rows, length in layout.shapes)
         say(f"layout: chunks of {shapes} tokens, chosen for these records")
@@ -190,16 +196,12 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
     )
 
 
-def _cost(table: str | None, model: ModelConfig, layout: Layout) -> TransformerCost:
+def _cost(table: str | None, model: ModelConfig) -> TransformerCost:
     if table is None:
         return model.cost()
     cost, about = read_cost_table(table)
-    again = "calibrate anew: python -m train.calibrate with this config"
     if about.get("model") != json.loads(json.dumps(dataclasses.asdict(model))):
-        raise ValueError(f"balance.cost_table {table!r} was measured with a model of other dimensions: {again}")
-    missing = set(layout.shapes) - dict(cost.chunk_seconds).keys()
-    if missing:
-        raise ValueError(f"balance.cost_table {table!r} has no time for chunks of shape {sorted(missing)}: {again}")
+        raise ValueError(f"balance.cost_table {table!r} was measured with a model of other dimensions: {_CALIBRATE}")
     return cost
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from train.checkpoints import CHECKPOINT_DIR
 from train.comparison import Comparison, compare_policies
-from train.data import job_size
+from train.data import LayOut, job_size
 from train.loop import Outcome
 from train.metrics_log import METRICS_FILE, Event, read_events
 from train.plots import PLOT_FILE, draw_run
@@ -42,7 +42,8 @@ def compare_all(prepared: Prepared) -> Comparison:
         ranks=ranks,
         balance=config.balance,
         prior=prepared.prior,
-        lay_out=prepared.lay_out,
+        # Other packs than the run's: they need not fit its one shape.
+        lay_out=LayOut(prepared.eval_layout, prepared.lay_out.cost),
         seed=config.seed,
     )
 
