@@ -68,7 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    pass
+    """Shows defaults, where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        nothing = action.default is None or action.default is False
+        return action.help if nothing else super()._get_help_string(action)
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +98,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         default=",".join((*get_args(Policy), "mffd", "kk", "length-grouped")),
         help=f"a list with commas, of {', '.join(policy_names())}",
     )
-    parser.add_argument("--order", choices=get_args(Order), default="shuffled", help="of a cycle's steps")
+    parser.add_argument("--order", choices=get_args(Order), default="aligned", help="of a cycle's steps")
     parser.add_argument(
         "--prior", default="none", metavar="auto|none|FILE", help="cost prior of policies that take one"
     )

@@ -35,9 +35,10 @@ _RECORDS_FOR_WORKERS = 4_000_000
 def profile(args: argparse.Namespace) -> None:
     """Runs `profile`."""
     lengths = _read(args)
-    _check_window(lengths, args.pack_size, args.lookahead)
     cost = parse_cost(args.cost)
-    job = {"ranks": args.ranks, "pack_size": args.pack_size, "lookahead": args.lookahead}
+    _check_window(lengths, args.pack_size, 1)
+    lookahead = min(args.lookahead, lengths.values.size // args.pack_size)  # a smaller file is one window
+    job = {"ranks": args.ranks, "pack_size": args.pack_size, "lookahead": lookahead}
     figures = profile_lengths(lengths, cost, **job, seed=args.seed)
     sentences = verdict(figures, **job)
     prior = corpus_prior(lengths.values, cost, cost=args.cost, pack_size=args.pack_size, seed=args.seed)
@@ -46,7 +47,7 @@ def profile(args: argparse.Namespace) -> None:
     if args.plot:
         plots.draw_profile(args.plot, figures, unit=lengths.unit, title=f"{lengths.name}: {figures.records:,} records")
     results = [{**dataclasses.asdict(figures), "verdict": sentences, "prior": prior.document()}]
-    if not _wrote_json(args, lengths, results):
+    if not _wrote_json(args, lengths, results, lookahead=lookahead):
         _print_profile(lengths, figures, args.cost)
         print("\n" + "\n".join(sentences))
         if args.prior_out:
@@ -136,6 +137,19 @@ def _job(args: argparse.Namespace, lengths: Lengths) -> tuple[Job, CorpusPrior |
     cap = parse_cap(args.cap, lengths.values)
     cost = parse_cost(args.cost)
     capped = lengths.values if cap is None else np.minimum(lengths.values, cap)
+    layout = parse_layout(
+        args.layout,
+        capped,
+        pack_size=args.pack_size,
+        # A kernel that skips other records' tokens makes long rows no dearer.
+        cost=cost if args.attention == "rows" else dataclasses.replace(cost, per_token_squared=0.0),
+        seed=args.seed,
+    )
+    if layout is not None and capped.max() > (row := max(length for _, length in layout.shapes)):
+        raise ValueError(
+            f"--layout {args.layout} has no row longer than {row:,}, but the longest record is {capped.max():,}: cut "
+            f"records by --cap {row}, or raise the row's length"
+        )
     first, last = parse_steps(args.report, steps)
     draws = Draws(
         population=lengths.values, kind=kind, streams=streams, records=steps * step_records, seed=args.seed, cap=cap
@@ -145,14 +159,7 @@ def _job(args: argparse.Namespace, lengths: Lengths) -> tuple[Job, CorpusPrior |
         pack_size=args.pack_size,
         packs_per_step=args.packs_per_step,
         cost=cost,
-        layout=parse_layout(
-            args.layout,
-            capped,
-            pack_size=args.pack_size,
-            # A kernel that skips other records' tokens makes long rows no dearer.
-            cost=cost if args.attention == "rows" else dataclasses.replace(cost, per_token_squared=0.0),
-            seed=args.seed,
-        ),
+        layout=layout,
         kernel=args.attention,
         bin_tokens=args.bin_tokens,
         first_step=first,
@@ -267,7 +274,9 @@ def _check_window(lengths: Lengths, step_records: int, lookahead: int, streams: 
     if have < window:
         each = f"{streams} streams x " if streams > 1 else ""
         most = have // (streams * step_records)
-        hint = f"pass --lookahead {most} or less" if most else "pass a smaller --pack-size, or fewer --ranks"
+        hint = f"pass --lookahead {most} or less" if most else "pass a smaller --pack-size"
+        if streams > 1:
+            hint += ", fewer --ranks, or --draws iid, which draws records again and again"
         raise ValueError(
             f"{lengths.name!r} has {have:,} records, fewer than one window of {each}{step_records} x {lookahead} = "
             f"{window:,}: {hint}, or bring more records"

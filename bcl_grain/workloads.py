@@ -90,15 +90,15 @@ def load_workload(name: str) -> Workload:
     >>> load_workload("gsm8k")
     Traceback (most recent call last):
     ...
-    ValueError: unknown workload 'gsm8k': did you mean gsm8k_train? workload_names() lists all 32
+    ValueError: unknown workload 'gsm8k': did you mean gsm8k_train?
     """
     tables = _tables()
     facts = tables["workloads"].get(name)
     if facts is None:
         names = workload_names()
         similar = [known for known in names if name and name in known] or difflib.get_close_matches(name, names)
-        hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-        raise ValueError(f"unknown workload {name!r}: {hint}workload_names() lists all {len(names)}")
+        hint = f"did you mean {' or '.join(similar)}?" if similar else f"pass one of {', '.join(names)}"
+        raise ValueError(f"unknown workload {name!r}: {hint}")
     quantiles = tuple(map(float, facts["quantiles"]))
     return Workload(name=name, probabilities=tables["probabilities"], **{**facts, "quantiles": quantiles})
 

@@ -47,9 +47,11 @@ def test_one_answer_is_printed_as_it_is_several_under_their_questions(
 ) -> None:
     first, second = (answer.text for answer in test_answers.ask(model, "a", "what?", max_tokens=4))
     assert asked(model=str(model)) == 0
-    assert capsys.readouterr().out == f"{first}\n"
+    assert capsys.readouterr() == (f"{first}\n", "cut after --max_tokens=4: the answer\n")
     assert asked(model=str(model), prompt=["a", "what?"]) == 0
-    assert capsys.readouterr().out == f"> prompt 1\n{first}\n\n> prompt 2\n{second}\n\n"
+    out, err = capsys.readouterr()
+    assert out == f"> prompt 1: a\n{first}\n\n> prompt 2: what?\n{second}\n\n"
+    assert err == "cut after --max_tokens=4: 2 of 2 answers\n"
 
 
 def test_conversations_are_answered_into_a_file_line_by_line(model: Path, rows: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from bcl_grain import trial
 from bcl_grain.arms import policy_names
 from bcl_grain.cli import build_parser, main
-from bcl_grain.planner import Policy
+from bcl_grain.planner import PlannerConfig, Policy
 from bcl_grain.report import RESULT_KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -290,6 +290,39 @@ def test_fewer_records_than_one_window_are_refused(
     assert "bring more records" in err
 
 
+def test_a_file_shorter_than_one_window_is_profiled_as_one_window(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(1, 1000, 27))
+    out, _ = run(capsys, "profile", str(tmp_path / "a.npy"), *SMALL)
+    assert "27 records" in out
+    assert "Windowed BCL with lookahead 3 brings that to" in out
+    assert run_json(capsys, "profile", str(tmp_path / "a.npy"), *SMALL)["config"]["lookahead"] == 3
+
+
+def test_a_small_file_can_be_simulated_by_drawing_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(1, 101))
+    argv = ["simulate", str(tmp_path / "a.npy"), *SMALL, "--policies", "windowed"]
+    assert "pass --lookahead 3 or less, fewer --ranks, or --draws iid" in refuse(capsys, *argv)
+    (result,) = run_json(capsys, *argv, "--draws", "iid", "--steps", "40")["results"]
+    assert result["records_out"] == 40 * 4 * 8
+
+
+def test_the_command_line_simulates_the_order_that_a_pipeline_has(
+    capsys: pytest.CaptureFixture[str], data: str
+) -> None:
+    (result,) = run_json(capsys, "simulate", data, *SMALL, "--policies", "windowed")["results"]
+    assert result["order"] == PlannerConfig(pack_size=1, packs_per_step=1, lookahead=1).order
+
+
+def test_help_shows_the_defaults_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    out = capsys.readouterr().out
+    assert "(default: 0)" in out
+    assert "(default: None)" not in out
+
+
 @pytest.mark.parametrize("command", ["plan", "boundary"])
 def test_a_budget_below_the_model_is_refused(capsys: pytest.CaptureFixture[str], data: str, command: str) -> None:
     argv = [data, "--model", "llama-3.1-8b", "--memory-gib", "80", *COMMANDS[command][4:]]
@@ -314,7 +347,10 @@ def test_a_budget_below_the_model_is_refused(capsys: pytest.CaptureFixture[str],
         (["--cost", "linear=-1"], "per_token must be finite and at least 0, got -1.0"),
         (["--layout", "origami"], "unknown layout 'origami': pass none, row-packed, one-shape, bucketed or padded"),
         (["--layout", "padded:rows=3"], "--layout doesn't know 'rows=3'"),
-        (["--layout", "row-packed:length=128"], "longer than the longest row 128: raise length"),
+        (
+            ["--layout", "row-packed:length=128"],
+            "no row longer than 128, but the longest record is 400: cut records by --cap 128",
+        ),
         (["--layout", "padded:length=1+2"], "--layout takes one length, got [1, 2]"),
         (["--cap", "pnine"], "unknown cap 'pnine'"),
         (["--cap", "0"], "a cap must be from 1 to 2,147,483,647, got 0"),

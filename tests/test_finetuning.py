@@ -59,8 +59,13 @@ def run(tmp_path: Path, model: Path, data: Path, *assignments: str, lora: str = 
         return command.main(["train.main"])
 
 
-def test_a_model_directory_comes_out_that_has_the_losses_of_the_run(tmp_path: Path, model: Path, data: Path) -> None:
+def test_a_model_directory_comes_out_that_has_the_losses_of_the_run(
+    tmp_path: Path, model: Path, data: Path, capsys: Any
+) -> None:
     assert run(tmp_path, model, data, run_dir=str(tmp_path / "first")) == 0
+    listed = re.findall(r"^  (\S+/first/\S+): ", capsys.readouterr().out, re.MULTILINE)
+    assert listed[:2] == [str(tmp_path / "first" / name) for name in ("model", SAMPLES_FILE)]
+    assert all(Path(path).exists() for path in listed)
     first = eval_losses(tmp_path / "first")
     assert first[-1] < first[0] - 0.1
     exported = tmp_path / "first" / "model"

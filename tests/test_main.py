@@ -281,6 +281,7 @@ def test_a_resumed_run_takes_another_lookahead_and_policy_on_request(
         ("balance.policy=fastest", "'balance.policy=fastest': expected"),
         ("steps=many", "'steps=many': expected int | None, got 'many'"),
         ("steps=1.5", "'steps=1.5': expected int | None, got '1.5'"),
+        ("corpus.chat_paths=[a.jsonl]", 'got \'[a.jsonl]\': a list is written as ["A", "B"], the whole flag in quotes'),
         ("balance", "expected name=value, got 'balance'"),
         ("balance=3", "'balance' is a group of fields: set one of them, balance.<field>=value"),
         ("steps.x=3", "'steps' has no fields"),
@@ -296,7 +297,7 @@ def test_a_resumed_run_takes_another_lookahead_and_policy_on_request(
         ("model.vocab_size=100", "model.vocab_size 100 is below the tokenizer's 260"),
         ("model.head_dim=3", "head_dim must be even"),
         ("optimizer.learning_rate=-1", "must be positive, got -1.0"),
-        ("optimizer.warmup_steps=18", "warmup_steps must be at least 0 and below total_steps 18, got 18"),
+        ("optimizer.warmup_steps=18", "optimizer.warmup_steps must be at least 0 and below the run's 18 steps, got 18"),
         ("runtime.eval_every=0", "eval_every must be an integer of at least 1, got 0"),
         ("seed=-1", "seed must be an integer of at least 0, got -1"),
     ],
@@ -310,6 +311,16 @@ def test_a_bad_setting_is_one_clear_line(
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_before_the_data_is_read(
+    config: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assignments = ("optimizer.warmup_steps=18", "corpus.path=/nowhere/pairs.jsonl")
+    assert run(config, assignments=assignments, run_dir=str(tmp_path / "run")) == 2
+    output = capsys.readouterr()
+    assert "optimizer.warmup_steps must be" in output.err
+    assert output.out == ""
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,9 @@ def test_bad_settings_are_errors() -> None:
         compile_programs(CONFIG, PLAIN, ())
     with pytest.raises(ValueError, match=r"expected_tokens must be positive, got 0\.0"):
         compile_programs(CONFIG, PLAIN, SHAPES, expected_tokens=0.0)
-    with pytest.raises(ValueError, match="warmup_steps must be at least 0 and below total_steps 5, got 5"):
+    with pytest.raises(
+        ValueError, match="warmup_steps must be at least 0 and below the run's 5 steps, got 5: set it lower"
+    ):
         make_optimizer(total_steps=5, warmup_steps=5)
     with pytest.raises(ValueError, match="must be positive, got -1"):
         make_optimizer(total_steps=5, learning_rate=-1.0)

@@ -77,7 +77,7 @@ def test_the_cost_is_that_of_what_is_left_after_the_cap_and_one_long_record_ends
 
 def test_a_corpus_of_oversize_records_alone_is_an_error_before_anything_is_trained() -> None:
     records = TokenTable.of([{"tokens": np.ones(9, np.int32), "loss_mask": np.ones(9, np.float32)}] * 4)
-    with pytest.raises(ValueError, match="no record of 4 is left after the cap of 5 tokens: raise it"):
+    with pytest.raises(ValueError, match="no record of 4 is left after the cap of 5 tokens: raise max_tokens"):
         cap_records(records, max_tokens=5, on_oversize="drop")
 
 

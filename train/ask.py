@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,15 +66,20 @@ def main(argv: Sequence[str]) -> int:
         prompts = [question.ids for question in questions]
         found = answers(model, params, prompts, new_tokens=_MAX_TOKENS.value, batch_size=_BATCH_SIZE.value)
         bar = tqdm(found, total=len(prompts), unit="answer", disable=None if out else True)  # only on a terminal
+        cut = 0
         try:
             for question, answer in zip(questions, bar, strict=True):
+                cut += not answer.ended
                 if out is None:
-                    print(f"> {question.place}\n{answer.text}\n" if len(questions) > 1 else answer.text)
+                    print(f"> {_heading(question)}\n{answer.text}\n" if len(questions) > 1 else answer.text)
                 else:
                     out.write(json.dumps(_line(question, answer), ensure_ascii=False) + "\n")
                     out.flush()
         except OSError as error:
             return _fail(OSError(f"can't write all answers: {error}"), EXIT_FAILED)
+        if cut:
+            of = f"{cut} of {len(questions)} answers" if len(questions) > 1 else "the answer"
+            print(f"cut after --max_tokens={_MAX_TOKENS.value}: {of}", file=sys.stderr)
     return EXIT_DONE
 
 
@@ -81,6 +87,10 @@ def _source() -> Source:
     if bool(_PROMPT.value) == bool(_CONVERSATIONS.value):
         raise ValueError("want questions, either by --prompt or by --conversations")
     return Prompts(_PROMPT.value) if _PROMPT.value else open_source(_CONVERSATIONS.value)
+
+
+def _heading(question: Question) -> str:
+    return f"{question.place}: {textwrap.shorten(question.spoken.messages[-1]['content'], 80, placeholder=' ...')}"
 
 
 def _line(question: Question, answer: Answer) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def cap_records(records: TokenTable, *, max_tokens: int, on_oversize: str) -> Ca
     capped = records.cut(max_tokens) if on_oversize == "truncate" else records.select(~too_large)
     kept = capped.select(capped.loss_tokens > 0)
     if not len(kept):
-        raise ValueError(f"no record of {len(records)} is left after the cap of {max_tokens} tokens: raise it")
+        raise ValueError(f"no record of {len(records)} is left after the cap of {max_tokens} tokens: raise max_tokens")
     return Capped(
         records=kept,
         num_oversize=num_oversize,

@@ -110,7 +110,7 @@ def _main(argv: Sequence[str]) -> int:
         if _DRY_RUN.value:
             agree(_agreement(prepared))
             dry_run(prepared, say, lengths=Path(_LENGTHS.value) if topology.is_main and _LENGTHS.value else None)
-            say(f"dry run: {time.monotonic() - start:.1f} s in all, nothing was compiled, trained or written")
+            say(f"dry run: {time.monotonic() - start:.1f} s in all, nothing was compiled or trained")
             return EXIT_DONE
         from_main(
             lambda: check_run_dir(

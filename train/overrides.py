@@ -147,7 +147,11 @@ def _parsed(text: str, wanted: Any, assignment: str) -> Any:
             return _converted(value, wanted)
         except TypeError:
             continue
-    raise ValueError(f"{assignment!r}: expected {_type_name(wanted)}, got {text!r}")
+    hint = ""
+    if typing.get_origin(wanted) is tuple:
+        example = '["A", "B"]' if str in typing.get_args(wanted) else "[1, 2]"
+        hint = f": a list is written as {example}, the whole flag in quotes against the shell"
+    raise ValueError(f"{assignment!r}: expected {_type_name(wanted)}, got {text!r}{hint}")
 
 
 def _converted(value: Any, wanted: Any) -> Any:

@@ -19,7 +19,7 @@ from train.answers import sample_prompts
 from train.bigram import fit_bigram
 from train.chat import ChatFormat
 from train.chat_corpus import open_chat_format, read_chat_corpus
-from train.config import CorpusConfig, TrainConfig
+from train.config import CorpusConfig, OptimizerConfig, TrainConfig
 from train.context import context_warning
 from train.corpus import Split, describe_sizes, load_pairs, split_by_module
 from train.data import JobSize, LayOut, cap_records, cost_prior, job_size
@@ -122,6 +122,8 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         ValueError: If an input is unreadable, or the settings don't fit the corpus; the message names the remedy.
     """
     config = dataclasses.replace(config, balance=settle_lanes(config.balance, topology))
+    if config.steps is not None:
+        _optimizer(config.optimizer, config.steps)  # what it refuses it refuses before the data is read
     pretrained = chat_format = None
     samples: tuple[IntArray, ...] = ()
     if config.pretrained is None:
@@ -182,7 +184,7 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         topology=topology,
         tokenizer=tokenizer,
         model=model,
-        optimizer=make_optimizer(total_steps=job.steps, **dataclasses.asdict(config.optimizer)),
+        optimizer=_optimizer(config.optimizer, job.steps),
         lay_out=lay_out,
         prior=prior,
         train=train,
@@ -194,6 +196,10 @@ def prepare(config: TrainConfig, topology: Topology, say: Say = print) -> Prepar
         bigram_loss=_bigram_loss(train, evaluation, model.vocab_size, say),
         identity=json.loads(json.dumps(identity)),
     )
+
+
+def _optimizer(config: OptimizerConfig, steps: int) -> Optimizer:
+    return make_optimizer(total_steps=steps, **dataclasses.asdict(config))
 
 
 def _cost(table: str | None, model: ModelConfig) -> TransformerCost:

@@ -12,14 +12,29 @@ import numpy as np
 from train.checkpoints import CHECKPOINT_DIR
 from train.comparison import Comparison, compare_policies
 from train.data import LayOut, job_size
+from train.exporting import ADAPTERS_DIR, MODEL_DIR
 from train.loop import Outcome
 from train.metrics_log import METRICS_FILE, Event, read_events
 from train.plots import PLOT_FILE, draw_run
 from train.prepare import Prepared, Say
 from train.programs import Programs
+from train.samples import SAMPLES_FILE
 from train.timeline import TIMELINE_FILE, draw_timeline
 
 SUMMARY_FILE = "summary.json"
+
+_FILES = (
+    (MODEL_DIR, "the model, for train.ask and for servers"),
+    (ADAPTERS_DIR, "the adapters, for train.ask and train.merge with the model that they were made for"),
+    (SAMPLES_FILE, "answers to runtime.sample_prompts"),
+    (PLOT_FILE, "picture"),
+    (TIMELINE_FILE, "where the time went, by rank"),
+    (SUMMARY_FILE, "these figures"),
+    (METRICS_FILE, "every step"),
+    ("tensorboard", "the same for TensorBoard"),
+    (CHECKPOINT_DIR, "model, optimizer and pipeline"),
+)
+"""What a run may leave, the first is what it was made for."""
 
 
 def compare_all(prepared: Prepared) -> Comparison:
@@ -63,18 +78,10 @@ def report(prepared: Prepared, outcome: Outcome, programs: Programs, run_dir: Pa
     (run_dir / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     for line in _lines(summary, comparison):
         say(line)
-    timeline = (
-        [(TIMELINE_FILE, "where the time went, by rank")] if draw_timeline(run_dir / TIMELINE_FILE, events) else []
-    )
-    for name, content in (
-        (PLOT_FILE, "picture"),
-        *timeline,
-        (SUMMARY_FILE, "these figures"),
-        (METRICS_FILE, "every step"),
-        ("tensorboard", "the same for TensorBoard"),
-        (CHECKPOINT_DIR, "model, optimizer and pipeline"),
-    ):
-        say(f"  {run_dir / name}: {content}")
+    draw_timeline(run_dir / TIMELINE_FILE, events)
+    for name, content in _FILES:
+        if (run_dir / name).exists():
+            say(f"  {run_dir / name}: {content}")
     return summary
 
 

@@ -74,7 +74,10 @@ def make_optimizer(
     [0.1, 1.0, 0.1]
     """
     if not 0 <= warmup_steps < total_steps:
-        raise ValueError(f"warmup_steps must be at least 0 and below total_steps {total_steps}, got {warmup_steps}")
+        raise ValueError(
+            f"optimizer.warmup_steps must be at least 0 and below the run's {total_steps} steps, got {warmup_steps}: "
+            "set it lower, or make more steps"
+        )
     if not (learning_rate > 0 and max_grad_norm > 0):
         raise ValueError(f"learning_rate and max_grad_norm must be positive, got {learning_rate!r}, {max_grad_norm!r}")
     schedule = optax.warmup_cosine_decay_schedule(
