@@ -38,7 +38,7 @@ class BatchCostLookaheadIterDataset(grain.IterDataset, Generic[T]):
     ...     .pipe(bcl.BatchCostLookaheadIterDataset, pack_size=2, lookahead=4, cost_fn=len)
     ... )
     >>> [[len(record) for record in pack] for pack in ds]
-    [[6, 4], [9, 3], [2, 7], [1, 8]]
+    [[6, 4], [8, 2], [7, 3], [9, 1]]
 
     An element is one pack: a list of `pack_size` records, as they came from the parent, in order of arrival.
     `packs_per_step` consecutive packs belong to one step of the host's local devices. Every record comes out exactly

@@ -15,7 +15,9 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 
 
-def balanced_partition(costs: npt.ArrayLike, num_packs: int, offsets: Sequence[float] | None = None) -> list[list[int]]:
+def balanced_partition(
+    costs: npt.ArrayLike, num_packs: int, offsets: Sequence[float] | FloatArray | None = None
+) -> list[list[int]]:
     """Partitions `costs` into `num_packs` packs of equal cardinality and balanced sum.
 
     Longest processing time first with a limit on cardinality: in descending order of cost (ties by position),
@@ -65,6 +67,52 @@ def balanced_partition(costs: npt.ArrayLike, num_packs: int, offsets: Sequence[f
         else:
             replace(heap, (load + cost, j))
     return packs
+
+
+def pack_levels(costs: npt.ArrayLike, num_packs: int, packs_per_step: int, *, total: float | None = None) -> FloatArray:
+    """Returns what each pack should cost, so that the packs of one step are equal even where records are very dear.
+
+    A step lasts as long as its dearest pack. A record dearer than a mean pack makes its step dear whatever comes with
+    it; at the mean, the other packs of that step would wait. So they are raised to its level, and all other steps
+    become cheaper for it: the step's time is used instead of waited for. A step's level is what its dearest record
+    costs together with cheap ones: with L packs a step, the (j L + 1)-th dearest record for step j = 0, 1, ...
+    Steps are raised in this order while that is more than what the others would get, which share the rest evenly.
+
+    Args:
+        costs: [n] positive costs, n a positive multiple of `num_packs`.
+        num_packs: Number of packs, a positive multiple of `packs_per_step`.
+        packs_per_step: Packs in a step. With one there is nobody to wait: all levels are the mean.
+        total: What the levels sum to; default: what the costs sum to.
+
+    Returns:
+        [num_packs] levels, not rising; those of a step are equal.
+
+    Complexity: O(n log n).
+
+    >>> pack_levels([9.0, 1.0, 1.0, 1.0, 5.0, 5.0, 4.0, 2.0], num_packs=4, packs_per_step=2).tolist()
+    [10.0, 10.0, 4.0, 4.0]
+    """
+    values = np.asarray(costs, np.float64)
+    pack_size, num_steps = pack_capacity(values.size, num_packs), num_packs // packs_per_step
+    left = (float(np.add.accumulate(values)[-1]) if total is None else total) / packs_per_step
+    share = left / num_steps
+    if packs_per_step == 1:
+        return np.full(num_packs, share)
+    ascending = np.sort(values)
+    sums = np.append(0.0, np.add.accumulate(ascending))
+    raised: list[float] = []
+    for step in range(num_steps - 1):
+        companions, others = (step + 1) * packs_per_step * (pack_size - 1), num_steps - step - 1
+        low = float(sums[companions]) / companions if companions else 0.0
+        level = float(ascending[-1 - step * packs_per_step]) + (pack_size - 1) * low
+        # The others can't cost less than the cheapest records do; more cheap companions are a little dearer.
+        level = min([level, left - float(sums[others * packs_per_step * pack_size]) / packs_per_step, *raised[-1:]])
+        if level <= share:
+            break
+        raised.append(level)
+        left -= level
+        share = left / others
+    return np.repeat(np.array(raised + [share] * (num_steps - len(raised))), packs_per_step)
 
 
 def pack_capacity(num_records: int, num_packs: int) -> int:

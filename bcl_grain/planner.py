@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from bcl_grain import streaming
 from bcl_grain.capacity import FILLER_SIZE, fit_packs, overflow
-from bcl_grain.partition import balanced_partition
+from bcl_grain.partition import balanced_partition, pack_levels
 from bcl_grain.planner_config import OnOverflow, Order, PlannerConfig, Policy, Tail
 from bcl_grain.pool_state import (
     PoolState,
@@ -247,10 +247,15 @@ def _check_capacity(
     return len(over)
 
 
+def _memory(state: PoolState) -> streaming.Memory:
+    return streaming.Memory(state.cost_sum, state.ceiling, state.drift)
+
+
 def _learned(config: PlannerConfig, state: PoolState, costs: FloatArray, num_new: int) -> PoolState:
-    memory = streaming.Memory(state.cost_sum, state.ceiling, state.drift)
     read = state.read + num_new
-    memory = streaming.learn(memory, costs, read=read, num_new=num_new, pack_size=config.pack_size, prior=config.prior)
+    memory = streaming.learn(
+        _memory(state), costs, read=read, num_new=num_new, pack_size=config.pack_size, prior=config.prior
+    )
     return dataclasses.replace(state, **memory._asdict())
 
 
@@ -268,13 +273,14 @@ def _streaming_steps(
     if config.num_packs is not None:
         remaining = config.num_packs * config.pack_size - read + positions.size
     plan, memory = streaming.plan(
-        streaming.Memory(state.cost_sum, state.ceiling, state.drift),
+        _memory(state),
         costs,
         state.cycle - cohorts(config, positions),
         read=read,
         remaining=remaining,
         num_packs=cycle_records(config) // config.pack_size,
         pack_size=config.pack_size,
+        packs_per_step=config.packs_per_step,
         max_age=config.max_age,
         cycle=state.cycle,
         prior=config.prior,
@@ -288,8 +294,10 @@ def _arrival_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:
 
 
 def _windowed_steps(config: PlannerConfig, costs: FloatArray) -> IntArray:
-    """Partitions the whole pool."""
-    packs = np.array(balanced_partition(costs, max(1, costs.size // config.pack_size)), np.int64)
+    """Partitions the whole pool, so that the packs of a step are equal."""
+    num_packs = costs.size // config.pack_size
+    levels = pack_levels(costs, num_packs, config.packs_per_step) if num_packs else np.zeros(1)
+    packs = np.array(balanced_partition(costs, levels.size, levels[-1] - levels), np.int64)
     return _grouped(config, costs, packs.reshape(-1, config.pack_size))
 
 

@@ -30,7 +30,7 @@ from bcl_grain.pool_state import PoolState
 
 IntArray = npt.NDArray[np.int64]
 
-VERSION = 2
+VERSION = 3
 
 LASTING = ("pack_size", "packs_per_step", "num_packs")
 """Settings that say what a step is and how many there are: a job can't change them on its way."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bcl_grain.cost_prior import CostPrior, balanceable_ceiling
-from bcl_grain.partition import balanced_partition
+from bcl_grain.partition import balanced_partition, pack_levels
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -34,9 +34,10 @@ PRIOR_STRAIN = 0.25  # how far a wrong prior may push the pool's mean, in standa
 DRIFT_MEMORY = 0.25  # weight of the newest cohort in the drift statistic
 DRIFT_BEGINS, DRIFT_ENDS = 5.0, 10.0  # where the target starts to follow the pool, and where it is the pool's mean
 AGE_PULL = 0.2  # how much likelier a record is chosen for each cycle that it has waited
-OUTLIER_PULL = 0.25  # how much likelier a record above the ceiling is chosen than others: less, so that they gather
-OUTLIER_RELEASE = 2.0  # where the end is in sight, the same as a multiple of pool / remaining records
+WAVE_CYCLES = 2  # records above the ceiling wait and come out together every so many cycles
+STEP_WAVE_PULL = 3.0  # how much likelier they are chosen then where packs share a step; elsewhere like others
 SWAP_ROUNDS = 2
+STEP_SWAP_ROUNDS = 4  # where packs share a step: there the worst of them counts
 SWAP_TOLERANCE = 1e-4  # of the target
 PHASE_STEP = (math.sqrt(5) - 1) / 2  # spreads the systematic sample's phases evenly over cycles
 
@@ -110,6 +111,7 @@ def plan(
     remaining: int | None,
     num_packs: int,
     pack_size: int,
+    packs_per_step: int,
     max_age: int,
     cycle: int,
     prior: CostPrior | None,
@@ -124,6 +126,7 @@ def plan(
         remaining: Records yet to emit, the pool's included, or None where the end is not in sight.
         num_packs: Packs to emit.
         pack_size: Records in a pack.
+        packs_per_step: Packs in a step.
         max_age: Records that have waited as long come out now.
         cycle: Number of the cycle, alike on all streams.
         prior: Evidence from before the stream's start.
@@ -139,22 +142,53 @@ def plan(
     ascending = clipped[order]
     level = _target(memory, ascending, read=read, remaining=remaining, prior=prior)
     size = num_packs * pack_size
+    outliers = costs > memory.ceiling
+    drifts = memory.drift > DRIFT_BEGINS
+    pull = 1.0 + AGE_PULL * ages.astype(np.float64)
     overdue = ages >= max_age
-    pull = 1.0 + AGE_PULL * ages[order].astype(np.float64)
-    near_end = 0.0 if remaining is None else OUTLIER_RELEASE * costs.size / remaining
-    pull[costs[order] > memory.ceiling] *= min(1.0, max(OUTLIER_PULL, near_end))
-    chosen, within_reach = _choose(ascending, pull, overdue[order], size, level * size, phase=cycle * PHASE_STEP % 1.0)
+    if not drifts and costs.size - np.count_nonzero(outliers) >= size:
+        later = None if remaining is None else (remaining - costs.size - 1) // size
+        period = max(1, min(WAVE_CYCLES, max_age // 2))  # what is not chosen at first has a second chance
+        if _outliers_wait(period, cycle, later):
+            pull[outliers] = 0.0
+        else:
+            if packs_per_step > 1:  # with one, those that stay behind even out how many each rank has
+                pull[outliers] *= STEP_WAVE_PULL
+            overdue |= outliers & (ages > max_age - period)  # they can't wait for the next wave; all are of the carry
+    phase = cycle * PHASE_STEP % 1.0
+    chosen, within_reach = _choose(ascending, pull[order], overdue[order], size, level * size, phase=phase)
     if not within_reach:  # then equal packs are worth more than a few that come nearer
         level = _sum(ascending[chosen]) / size
     emitted, carried = order[chosen], order[~chosen]
-    packs = emitted[np.array(balanced_partition(costs[emitted], num_packs), np.int64)]
-    packs, carried = _swapped(costs, packs, carried, level * pack_size, overdue, memory.ceiling)
+    levels, rounds = np.full(num_packs, level * pack_size), SWAP_ROUNDS
+    if packs_per_step > 1:
+        excess = _sum(costs[emitted] - clipped[emitted])
+        levels = pack_levels(costs[emitted], num_packs, packs_per_step, total=level * size + excess)
+        rounds = STEP_SWAP_ROUNDS
+    packs = emitted[np.array(balanced_partition(costs[emitted], num_packs, levels[-1] - levels), np.int64)]
+    packs, carried = _swapped(costs, packs, carried, levels, overdue | outliers, rounds)
     if prior is None:
         quarter = ascending[: max(1, ascending.size // 4)]
-        # One step of the fixed-point iteration of `balanceable_ceiling` per cycle.
-        ceiling = pack_size * level - (pack_size - 1) * _sum(quarter) / quarter.size
+        # One step of the fixed-point iteration of `balanceable_ceiling` per cycle. In random order from the mean of
+        # all records: the pool's follows the outliers that wait in it, and would carry the ceiling along.
+        mean = level if drifts else memory.cost_sum / read
+        ceiling = pack_size * mean - (pack_size - 1) * _sum(quarter) / quarter.size
         memory = memory._replace(ceiling=max(ceiling, float(ascending[0])))
     return Plan(packs, np.sort(carried), level * pack_size), memory
+
+
+def _outliers_wait(period: int, cycle: int, later: int | None) -> bool:
+    """Whether records above the ceiling stay in the pool in this cycle; they come out in one of `period`.
+
+    The answer must be alike on all streams, so that these records meet: nothing that a stream saw goes into it.
+
+    Args:
+        period: Cycles from one time to the next.
+        cycle: Number of the cycle.
+        later: Cycles after this one that carry a part of the pool, or None where the end is not in sight. The last of
+            them lets the records out, so that the last pool has no more of them than others.
+    """
+    return later % period != 0 if later is not None else cycle % period != period - 1
 
 
 def _target(
@@ -191,6 +225,8 @@ def _choose(
 
     Returns which records, in the order of `ascending`, and whether `total` is within reach; if not, the sum is as
     near to it as any tilt brings it.
+
+    At least `size` records are overdue or have a pull; those without come out only if they are overdue.
 
     A record's probability is its pull times `a + b * u`, with u from -1 for the cheapest to 1 for the dearest, and a, b
     such that the expected count and sum are right (Madow, "On the theory of systematic sampling, II", 1949, has the
@@ -232,24 +268,28 @@ def _choose(
     if surplus > 0:
         picked[np.flatnonzero(picked)[:surplus]] = False
     elif surplus < 0:
-        picked[np.flatnonzero(~picked)[surplus:]] = True
+        rest = np.flatnonzero(~picked)
+        rest = rest[np.argsort(probability[rest] > 0, kind="stable")]
+        picked[rest[surplus:]] = True
     chosen[free[picked]] = True
     return chosen, within_reach
 
 
 def _swapped(
-    costs: FloatArray, packs: IntArray, carried: IntArray, target: float, overdue: BoolArray, ceiling: float
+    costs: FloatArray, packs: IntArray, carried: IntArray, levels: FloatArray, fixed: BoolArray, rounds: int
 ) -> tuple[IntArray, IntArray]:
-    """Brings each pack onto the target by exchanging one record at a time with the carry.
+    """Brings each pack onto its level by exchanging one record at a time with the carry, for some rounds.
 
     In a round, each pack looks for its best exchange: for every record of it the carried one nearest to the cost that
-    would close the gap. Two packs that want the same carried record: the first gets it. Overdue records stay, and so
-    do packs that hold a record above the ceiling: nothing could close their gap.
+    would close the gap. Two packs that want the same carried record: the first gets it. Fixed records stay.
     """
+    carried, fixed_carry = carried[~fixed[carried]], carried[fixed[carried]]
+    if not carried.size:
+        return packs, fixed_carry
     pack_costs = costs[packs]
-    for _ in range(SWAP_ROUNDS):
-        gaps = target - np.add.accumulate(pack_costs, axis=1)[:, -1]
-        open_packs = np.flatnonzero((np.abs(gaps) > SWAP_TOLERANCE * target) & (pack_costs.max(axis=1) <= ceiling))
+    for _ in range(rounds):
+        gaps = levels - np.add.accumulate(pack_costs, axis=1)[:, -1]
+        open_packs = np.flatnonzero(np.abs(gaps) > SWAP_TOLERANCE * levels)
         if not open_packs.size:
             break
         carried = carried[np.argsort(costs[carried], kind="stable")]
@@ -259,7 +299,7 @@ def _swapped(
         below = np.maximum(above - 1, 0)
         nearest = np.where(wanted - ladder[below] <= ladder[above] - wanted, below, above)
         misses = np.abs(ladder[nearest] - wanted)
-        misses[overdue[packs[open_packs]]] = math.inf
+        misses[fixed[packs[open_packs]]] = math.inf
         best = misses.argmin(axis=1)
         rows = np.arange(open_packs.size)
         places, errors = nearest[rows, best].tolist(), misses[rows, best].tolist()
@@ -272,7 +312,7 @@ def _swapped(
             pack_costs[pack, slot] = costs[packs[pack, slot]]
         if not taken:
             break
-    return packs, carried
+    return packs, np.concatenate([carried, fixed_carry])
 
 
 def _sum(values: FloatArray) -> float:

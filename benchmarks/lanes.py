@@ -61,6 +61,18 @@ def sync_waste(
     return waste(table), table
 
 
+def least_waste(costs: FloatArray, *, ranks: int, pack_size: int) -> float:
+    """Returns a waste that no plan of these records can pass, whatever it knows, for it can't split a record.
+
+    All but the s dearest steps have a pack with one of the `s * ranks * pack_size + 1` dearest records and
+    `pack_size - 1` others, which cost at least what the cheapest do; and all steps together can't be shorter than the
+    work shared evenly.
+    """
+    ascending = np.sort(costs)
+    shortest = ascending[::-1][:: ranks * pack_size] + ascending[: pack_size - 1].sum()
+    return max(0.0, float(shortest.sum() / (costs.sum() / ranks)) - 1)
+
+
 def run(
     ranks: int, steps: int, corpora: Sequence[str], *, shapes: Sequence[tuple[int, int]] = SHAPES
 ) -> dict[str, dict[str, dict[str, float]]]:
@@ -74,7 +86,9 @@ def run(
             ceiling = balanceable_ceiling(costs, pack_size)
             prior = CostPrior(mean=float(np.minimum(costs, ceiling).mean()), records=EXACT_RECORDS, ceiling=ceiling)
             name = f"{corpus}, pack {pack_size}, lookahead {lookahead}"
-            figures[name] = {}
+            bound = least_waste(costs, ranks=ranks, pack_size=pack_size)
+            figures[name] = {"no plan below": {"any": bound}}
+            print(f"{name:>36} {'none below':>10}  {bound:.4f}")
             for policy in POLICIES:
                 arms = {
                     lanes: sync_waste(
@@ -92,6 +106,7 @@ def run(
                 figures[name][policy] = {str(lanes): value for lanes, (value, _) in arms.items()}
                 row = "  ".join(f"{lanes}: {value:.4f}" for lanes, (value, _) in arms.items())
                 print(f"{name:>36} {policy:>10}  {row}", flush=True)
+                assert min(value for value, _ in arms.values()) >= bound
     return figures
 
 

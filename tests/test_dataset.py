@@ -236,7 +236,8 @@ def test_telemetry_tells_what_the_stream_aims_at_and_how_long_records_wait() -> 
     for _ in range(60):
         next(iterator)
         waits.append(telemetry.oldest_wait)
-    assert telemetry.target == pytest.approx(4 * np.mean(COSTS[: telemetry.records]), rel=0.1)
+    # Where outliers wait, a cycle is cheaper than the mean.
+    assert telemetry.target == pytest.approx(4 * np.mean(COSTS[: telemetry.records]), rel=0.15)
     assert 0 < max(waits) <= 16, "the age bound"
     assert 0 <= telemetry.drift < 5, "the order is random"
     figures = telemetry.figures()

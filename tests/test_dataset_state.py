@@ -328,7 +328,7 @@ def test_a_state_with_sorted_keys_is_the_same_state() -> None:
 
 def test_a_state_of_another_version_is_refused() -> None:
     iterator = iter(pipeline(NUM_RECORDS))
-    with pytest.raises(ValueError, match="state has version 99, this release reads version 2"):
+    with pytest.raises(ValueError, match="state has version 99, this release reads version 3"):
         iterator.set_state({**iterator.get_state(), "version": 99})
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grain
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -390,9 +391,18 @@ def test_a_plan_of_bad_numbers_is_an_error(change: dict[str, Any], message: str)
         bcl.plan_lanes(**{**good, **change})
 
 
+def test_no_plan_splits_a_record() -> None:
+    """Two ranks, two steps of packs of 2: (9 1 | 1 1) and (1 1 | 1 1) last 10 + 2, the work shared evenly 8."""
+    costs = np.array([1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 1.0])
+    assert lanes_benchmark.least_waste(costs, ranks=2, pack_size=2) == pytest.approx(12 / 8 - 1)
+    assert lanes_benchmark.least_waste(np.ones(8), ranks=2, pack_size=2) == 0
+
+
 def test_many_lanes_cost_what_their_small_pools_lose() -> None:
     """The benchmark behind docs/elastic.md, small: the same records each time, and never better with more lanes."""
     (by_policy,) = lanes_benchmark.run(8, 20, ["medquad"], shapes=((16, 8),)).values()
+    bound = by_policy.pop("no plan below")["any"]
+    assert bound == 0  # few records are so dear that the work can't be shared evenly
     for wastes in by_policy.values():
         assert list(wastes) == ["1", "2", "4", "8"]
         assert wastes["1"] < wastes["2"] < wastes["8"]

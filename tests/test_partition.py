@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bcl_grain.partition import balanced_partition, check_partition, lower_bound, pack_capacity
+from bcl_grain.partition import balanced_partition, check_partition, lower_bound, pack_capacity, pack_levels
 
 SHAPES = [(n, m) for n in range(1, 11) for m in range(1, n + 1) if n % m == 0]
 EACH_SHAPE = pytest.mark.parametrize(("num_records", "num_packs"), SHAPES)
@@ -215,3 +215,41 @@ def test_offsets_must_be_one_for_each_pack() -> None:
 
 def test_pack_capacity() -> None:
     assert [pack_capacity(12, m) for m in (1, 2, 3, 12)] == [12, 6, 4, 1]
+
+
+@example(costs=[1.0] * 2 + [98.0] + [101.0] * 6 + [153.0] * 2 + [202.0], num_steps=3, packs_per_step=2)
+@given(
+    costs=st.lists(st.floats(1e-2, 1e3), min_size=1, max_size=60),
+    num_steps=st.integers(1, 6),
+    packs_per_step=st.integers(1, 4),
+)
+def test_levels_sum_to_the_costs_and_are_equal_in_a_step(
+    costs: list[float], num_steps: int, packs_per_step: int
+) -> None:
+    num_packs = num_steps * packs_per_step
+    costs = (costs * num_packs)[: max(1, len(costs) // num_packs) * num_packs]
+    levels = pack_levels(costs, num_packs, packs_per_step)
+    assert levels.shape == (num_packs,)
+    assert math.isclose(levels.sum(), math.fsum(costs), rel_tol=1e-9)
+    steps = levels.reshape(num_steps, packs_per_step)
+    assert (steps == steps[:, :1]).all()
+    assert (np.diff(levels) <= 1e-9 * levels[0]).all()
+    cheapest = math.fsum(sorted(costs)[: len(costs) // num_packs])
+    assert levels.min() >= cheapest * (1 - 1e-9)
+    if packs_per_step == 1:
+        assert levels.min() == levels.max()
+    assert pack_levels(costs, num_packs, packs_per_step, total=1e6).sum() == pytest.approx(1e6)
+
+
+def test_a_step_is_raised_to_its_dearest_record_and_the_others_get_the_rest() -> None:
+    costs = [30.0, 30.0, 20.0, 20.0] + [1.0] * 4 + [3.0] * 24  # 16 packs of 2, two a step, 176 in all: 11 a pack
+    # The first step is as dear as 30 with a 1, the second as 20 with a 1; the others share the rest.
+    expected = [31.0, 31.0, 21.0, 21.0] + [(176 - 2 * 31 - 2 * 21) / 12] * 12
+    assert pack_levels(costs, num_packs=16, packs_per_step=2).tolist() == pytest.approx(expected)
+    even = [2.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0]
+    assert pack_levels(even, num_packs=4, packs_per_step=2).tolist() == [3.0] * 4
+
+
+def test_levels_leave_the_other_steps_what_they_need() -> None:
+    """The one of 9 asks for 10 + 10 of the 16 in all, but the cheapest four records of the other step cost 4."""
+    assert pack_levels([9.0] + [1.0] * 7, num_packs=4, packs_per_step=2).tolist() == [6.0, 6.0, 2.0, 2.0]

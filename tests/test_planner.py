@@ -117,7 +117,7 @@ def test_windows_are_the_balanced_partition_of_their_own_records(packs_per_step:
         pack_size=4, packs_per_step=packs_per_step, lookahead=5, policy="windowed", order=order, seed=1
     )
     window = config.pool_records
-    costs = draw_costs(3 * window)
+    costs = draw_costs(3 * window, sigma=0.3)  # none is dearer than a mean pack
     packs = plan_stream(config, costs)
     per_window = 5 * packs_per_step
     for i in range(3):
@@ -136,6 +136,22 @@ def test_packs_of_a_step_have_equal_cost(policy: PolicyCase) -> None:
     assert (inside.std(axis=1) / inside.mean(axis=1)).mean() < 0.02 * (
         arrival.std(axis=1) / arrival.mean(axis=1)
     ).mean()
+
+
+@EACH_BALANCING_POLICY
+def test_packs_of_a_step_are_equal_though_records_are_dearer_than_packs(policy: PolicyCase) -> None:
+    """What the dearest record makes a step cost is used by all its packs: no time is lost, though steps differ."""
+    config = policy.config(pack_size=8, packs_per_step=8, lookahead=16)
+    rng = np.random.default_rng(1)
+    costs = rng.lognormal(0, 0.8, config.pool_records * 10)
+    dear = rng.random(costs.size) < 0.01
+    costs[dear] = rng.uniform(15, 35, dear.sum())  # a mean pack costs 11 to 13
+    steps = pack_costs(plan_stream(config, costs), costs).reshape(-1, 8)
+    dearest_record = costs[np.array(plan_stream(config, costs)).reshape(len(steps), -1)].max(axis=1)
+    assert dearest_record.max() > 2.5 * steps.mean()
+    assert (steps.max(axis=1) >= dearest_record).all()
+    assert steps.mean(axis=1).max() > 2 * steps.mean()
+    assert steps.max(axis=1).mean() < 1.015 * steps.mean()
 
 
 def test_neighbours_in_cost_share_a_step() -> None:
