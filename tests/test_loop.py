@@ -149,13 +149,18 @@ def test_a_resumed_run_may_have_another_prefetch_depth_and_intervals(
 
 def test_signals_are_remembered_once_and_then_have_their_usual_effect() -> None:
     stop = StopRequest()
-    before = signal.getsignal(signal.SIGINT)
-    with stop.listening():
-        signal.raise_signal(signal.SIGINT)
-        assert stop.signal_name == "SIGINT"
-        with pytest.raises(KeyboardInterrupt):
+    inherited = signal.getsignal(signal.SIGINT)
+    # A shell starts jobs in the background with it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with stop.listening():
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            assert stop.signal_name == "SIGINT"
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 def test_the_log_tells_how_packs_are_balanced(undisturbed: tuple[Path, Outcome], prepared: Prepared) -> None:
