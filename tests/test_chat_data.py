@@ -39,8 +39,7 @@ def corpus(*paths: pathlib.Path, lines: list[str] | None = None, **settings: Any
     """Both parts of a corpus; `lines` gets what the user is told."""
     config = CorpusConfig(chat_paths=tuple(map(str, paths)), **{"eval_share": 0.3, **settings})
     told = [] if lines is None else lines
-    found = read_chat_corpus(config, FORM, seed=0, token_cache=None, workers=1, say=told.append)
-    return found.train, found.evaluation
+    return read_chat_corpus(config, FORM, seed=0, token_cache=None, workers=1, say=told.append)
 
 
 BROKEN: dict[bytes, str] = {

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from tests.full_disk import largest_file
-from tests.test_lanes import host_dataset
+from tests.lane_hosts import host_dataset
 from train.checkpoints import CheckpointError, Checkpoints, SaveError, load_params
 from train.state import TrainState
 

@@ -18,11 +18,12 @@ from tests.test_answers import ask
 from tests.tiny_tuning import LORA, eval_losses, write_config, write_talk
 from train.chat_corpus import open_chat_format
 from train.memory import Setup, peak_bytes
-from train.prepare import Prepared, Say
+from train.prepare import Prepared
 from train.pretrained import open_pretrained
 from train.programs import Programs
 from train.run_directory import saved_identity
 from train.samples import SAMPLES_FILE
+from train.token_files import Say
 from train.warm_up import warm_up
 
 pytestmark = pytest.mark.usefixtures("parsed_flags")

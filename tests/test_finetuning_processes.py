@@ -20,9 +20,10 @@ import train.step
 from tests.chat_formats import write_chat_model
 from tests.test_processes import start_job
 from tests.tiny_tuning import LORA, ONE_SHAPE, eval_losses, write_config, write_talk
-from train.prepare import Prepared, Say
+from train.prepare import Prepared
 from train.programs import Programs
 from train.samples import SAMPLES_FILE
+from train.token_files import Say
 from train.warm_up import warm_up
 
 pytestmark = pytest.mark.usefixtures("parsed_flags")

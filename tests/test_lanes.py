@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import grain
@@ -16,71 +14,9 @@ from hypothesis import strategies as st
 
 import bcl_grain as bcl
 from benchmarks import lanes as lanes_benchmark
-from tests.pipelines import DIRECT, PAD, Numbers, chain, ids, through_json
+from tests.lane_hosts import LANES, divisors, global_steps, host_dataset, hosts, restore, saved
+from tests.pipelines import DIRECT, PAD, Numbers, chain, ids
 from tests.policies import EACH_POLICY, PolicyCase
-
-LANES = 4
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def host_dataset(
-    num_records: int,
-    *,
-    host: int,
-    num_hosts: int,
-    num_lanes: int = LANES,
-    pack_size: int = 2,
-    packs_per_step: int = 1,
-    tail: Any = "drop",
-    **policy: Any,
-) -> Any:
-    plan = bcl.plan_lanes(
-        num_records,
-        num_lanes=num_lanes,
-        pack_size=pack_size,
-        packs_per_step=packs_per_step,
-        tail=tail,
-    )
-
-    def build(records: Any, lane: int) -> Any:
-        del lane
-        return chain(
-            records.to_iter_dataset(DIRECT),
-            pack_size=pack_size,
-            packs_per_step=packs_per_step,
-            num_packs=plan.num_packs,
-            tail=tail,
-            **policy,
-        )
-
-    records = grain.MapDataset.range(num_records).shuffle(seed=1)
-    return bcl.serve_lanes(
-        records, build, num_lanes=num_lanes, host=host, num_hosts=num_hosts, packs_per_step=packs_per_step
-    )
-
-
-def hosts(num_hosts: int, num_records: int, **more: Any) -> list[Any]:
-    return [iter(host_dataset(num_records, host=host, num_hosts=num_hosts, **more)) for host in range(num_hosts)]
-
-
-def global_steps(iterators: Iterable[Any]) -> Iterator[list[list[int]]]:
-    """Yields each step's packs over all hosts as a sorted list; that hosts end together is part of the bargain."""
-    for steps in zip(*iterators, strict=True):
-        yield sorted(ids(pack for packs in steps for pack in packs))
-
-
-def saved(iterators: Iterable[Any], directory: Path) -> None:
-    for iterator in iterators:
-        bcl.write_lane_states(directory, bcl.lane_states(through_json(iterator.get_state())))
-
-
-def restore(iterators: Iterable[Any], num_lanes: int, directory: Path) -> None:
-    for host, iterator in enumerate(iterators := list(iterators)):
-        lanes = bcl.lanes_of_host(num_lanes, host=host, num_hosts=len(iterators))
-        iterator.set_state(bcl.join_lane_states(bcl.read_lane_states(directory, lanes, num_lanes=num_lanes)))
 
 
 @pytest.mark.parametrize(("num_lanes", "num_hosts"), [(1, 1), (4, 4), (4, 2), (12, 3), (6, 1)])
@@ -182,46 +118,6 @@ def test_any_schedule_of_resizes_gives_the_undisturbed_batches(
     assert batches + list(global_steps(iterators)) == expected
 
 
-def test_eight_hosts_save_and_four_two_sixteen_resume(tmp_path: Path) -> None:
-    more: dict[str, Any] = {"num_lanes": 16, "policy": "streaming"}
-    expected = list(global_steps(hosts(8, 700, **more)))
-    for number, num_hosts in enumerate((4, 2, 16)):
-        directory = tmp_path / f"{number}"
-        directory.mkdir()
-        eight = hosts(8, 700, **more)
-        first = list(itertools.islice(global_steps(eight), 5))
-        saved(eight, directory)
-        assert len(list(directory.iterdir())) == 16
-        assert max(path.stat().st_size for path in directory.iterdir()) < 1024
-        others = hosts(num_hosts, 700, **more)
-        restore(others, 16, directory)
-        assert first + list(global_steps(others)) == expected
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_grains_checkpoint_assertion(prefetch: int) -> None:
-    dataset = host_dataset(60, host=0, num_hosts=2, packs_per_step=2).map(lambda packs: [sorted(p) for p in packs])
-    if prefetch:
-        dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=prefetch)
-    grain.experimental.assert_equal_output_after_checkpoint(dataset)
-    iterator = iter(dataset)
-    next(iterator)
-    assert {state["step"] for state in bcl.lane_states(iterator.get_state()).values()} == {1}
-    iterator.close()
-
-
-def test_lane_states_of_an_iterator_are_those_of_its_state() -> None:
-    iterator = iter(host_dataset(60, host=1, num_hosts=2))
-    next(iterator)
-    states = iterator.get_lane_states()
-    assert list(states) == [1, 3]
-    assert iterator.get_state() == bcl.join_lane_states(states)
-    assert bcl.lane_states(iterator.get_state()) == states
-    rest = ids(pack for packs in iterator for pack in packs)
-    iterator.set_lane_states(states)  # after exhaustion, too
-    assert ids(pack for packs in iterator for pack in packs) == rest
-
-
 def test_a_step_can_be_gone_to_by_its_index() -> None:
     dataset = host_dataset(60, host=0, num_hosts=2, packs_per_step=2, policy="windowed")
     steps = [ids(packs) for packs in dataset]
@@ -293,70 +189,6 @@ def test_lanes_that_end_within_a_step_are_an_error() -> None:
 def test_multiprocess_prefetch_behind_lanes_is_refused() -> None:
     with pytest.raises(ValueError, match="mp_prefetch can't stand behind lanes"):
         host_dataset(60, host=0, num_hosts=1).set_slice(slice(0, None, 2))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_lanes": 8}, "state of lane 0 has num_lanes 8, here it is 4: a job keeps its lanes for life"),
-        ({"lane": 2}, "state of lane 0 has lane 2, here it is 0"),
-        ({"packs_per_step": 2}, "state of lane 0 has packs_per_step 2, here it is 1"),
-        ({"version": 9}, "state of lane 0 has version 9, here it is 1"),
-        ({"step": 7}, r"lanes stand at different steps \{0: 7, 2: 3\}"),
-        ({"more": 7}, "not the state of a lane: expected the keys"),
-        (None, r"no state for lanes \[0\], only for \[2\]"),
-        ([], "not the state of a lane: .* got list"),
-    ],
-)
-def test_states_that_do_not_fit_are_refused_and_leave_the_iterator(change: Any, message: str) -> None:
-    iterator = iter(host_dataset(60, host=0, num_hosts=2))
-    for _ in range(3):
-        next(iterator)
-    states: dict[int, Any] = iterator.get_lane_states()
-    if change is None:
-        del states[0]
-    else:
-        states[0] = {**states[0], **change} if isinstance(change, dict) else change
-    before = iterator.get_state()
-    with pytest.raises(ValueError, match=message):
-        iterator.set_lane_states(states)
-    assert iterator.get_state() == before
-
-
-def test_a_state_that_one_lane_refuses_is_taken_by_none() -> None:
-    iterator, other = (iter(host_dataset(60, host=0, num_hosts=2, lookahead=n)) for n in (3, 4))
-    steps = [ids(next(iterator)) for _ in range(3)]
-    later = iterator.get_lane_states()
-    iterator.set_state(iter(host_dataset(60, host=0, num_hosts=2, lookahead=3)).get_state())
-    assert ids(next(iterator)) == steps[0]
-    foreign = {lane: {**state, "step": 3} for lane, state in other.get_lane_states().items()}
-    with pytest.raises(ValueError, match="lookahead=4 became lookahead=3"):
-        iterator.set_lane_states({0: later[0], 2: foreign[2]})
-    assert [ids(next(iterator)), ids(next(iterator))] == steps[1:]
-
-
-@pytest.mark.parametrize("state", [{}, {"lanes": 3}, {"next_index": 3}, None, {"lanes": {}, "more": 1}])
-def test_what_is_no_state_of_lanes_is_refused(state: Any) -> None:
-    with pytest.raises(ValueError, match="not a state of lanes"):
-        bcl.lane_states(state)
-
-
-def test_files_that_can_not_be_read_are_named(tmp_path: Path) -> None:
-    iterator = iter(host_dataset(60, host=0, num_hosts=1))
-    saved([iterator], tmp_path)
-    with pytest.raises(ValueError, match=r"lane_0-of-8.json is missing \(lane_0-of-4.json, .*another number of lanes"):
-        bcl.read_lane_states(tmp_path, range(8), num_lanes=8)
-    with pytest.raises(ValueError, match=r"lane_0-of-8.json is missing \(no lanes are there\)"):
-        bcl.read_lane_states(tmp_path / "nowhere", [0], num_lanes=8)
-    path = tmp_path / "lane_2-of-4.json"
-    text = path.read_text()
-    for broken in (text[:20], "", "[" * 100_000, "\0"):
-        path.write_text(broken)
-        with pytest.raises(ValueError, match=r"can't read .*lane_2-of-4.json: .*Go back to an earlier checkpoint"):
-            bcl.read_lane_states(tmp_path, range(4), num_lanes=4)
-    path.write_text(json.dumps({"lanes": 3}))
-    with pytest.raises(ValueError, match=r"not the state of a lane: .* got \['lanes'\]"):
-        restore([iterator], 4, tmp_path)
 
 
 @pytest.mark.parametrize(

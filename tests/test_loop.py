@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +16,20 @@ import pytest
 import train.loop
 import train.run_directory
 import train.step
-from bcl_grain.layouts import BucketedLayout, RowPackedLayout, RowPackedOneShapeLayout
-from tests.tiny_run import STEPS, tiny_config, tiny_run, write_corpus
+from bcl_grain.layouts import RowPackedLayout
+from tests.tiny_run import STEPS, loss_tokens, quiet, tiny_run
 from train.checkpoints import CheckpointError, Checkpoints, load_params
 from train.config import BalanceConfig, RuntimeConfig
 from train.data import train_dataset
 from train.loop import DivergedError, LateCompilationError, Outcome, run_training
 from train.metrics_log import METRICS_FILE, Event, MetricsLog, read_events
-from train.prepare import Prepared, prepare
+from train.prepare import Prepared
 from train.programs import Programs, compile_programs
-from train.run_directory import check_run_dir, claim_run_dir, find_differences, wait_until_seen
 from train.stopping import StopRequest
 from train.timeline import draw_timeline
-from train.topology import Topology
 from train.warm_up import warm_up
 
 TIMES = {"step_seconds", "data_seconds", "eval_seconds"}
-
-
-def quiet(line: str) -> None:
-    del line
 
 
 def figures(run_dir: Path) -> list[Event]:
@@ -47,10 +39,6 @@ def figures(run_dir: Path) -> list[Event]:
         for event in read_events(run_dir)
         if event["kind"] not in ("time", "balance")
     ]
-
-
-def loss_tokens(prepared: Prepared) -> float:
-    return float(sum(record["loss_mask"][1:].sum() for record in prepared.evaluation))
 
 
 @pytest.fixture(scope="module")
@@ -295,54 +283,6 @@ def test_a_checkpoint_that_was_copied_from_another_run_is_refused(
         run_training(other, programs, undisturbed[0], say=quiet)
 
 
-def test_a_directory_is_new_or_belongs_to_the_run(tmp_path: Path) -> None:
-    identity = {"config": {"seed": 1, "layout": {"heights": (1, 2)}}}
-    run_dir = tmp_path / "run"
-    check_run_dir(run_dir, identity, resume=False)
-    with pytest.raises(ValueError, match="no run to resume"):
-        check_run_dir(run_dir, identity, resume=True)
-    run_dir.mkdir()
-    (run_dir / "run.tmp").write_text("")  # of a claim that found the disk full
-    check_run_dir(run_dir, identity, resume=False)
-    with pytest.raises(ValueError, match=r"no run to resume .*: start one without --resume$"):
-        check_run_dir(run_dir, identity, resume=True)
-    (run_dir / "of mine").write_text("")
-    with pytest.raises(ValueError, match=r"is not empty, and no run's: give another --run_dir"):
-        check_run_dir(run_dir, identity, resume=False)
-    with pytest.raises(ValueError, match=r"no run to resume .*: start one in another --run_dir$"):
-        check_run_dir(run_dir, identity, resume=True)
-    claim_run_dir(run_dir, identity)
-    check_run_dir(run_dir, identity, resume=True)
-    with pytest.raises(ValueError, match="is not empty: pass --resume"):
-        check_run_dir(run_dir, identity, resume=False)
-    with pytest.raises(ValueError, match=r"belongs to another run: config.seed was 1, now 2\. Resume with"):
-        check_run_dir(run_dir, {"config": {**identity["config"], "seed": 2}}, resume=True)
-    (run_dir / "run.json").write_text("{")
-    with pytest.raises(ValueError, match="no run to resume"):
-        check_run_dir(run_dir, identity, resume=True)
-
-
-def test_a_directory_that_another_process_has_claimed_is_seen_or_told_of(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(train.run_directory, "VISIBLE_SECONDS", 0.3)
-    claim_run_dir(tmp_path / "shared", {"seed": 1})
-    wait_until_seen(tmp_path / "shared", {"seed": 1})
-    for name, seed in (("shared", 2), ("elsewhere", 1)):
-        with pytest.raises(ValueError, match=rf"is not seen in '{tmp_path / name}': give a --run_dir on a file system"):
-            wait_until_seen(tmp_path / name, {"seed": seed})
-    claiming = threading.Timer(0.1, claim_run_dir, (tmp_path / "late", {"seed": 1}))
-    claiming.start()
-    wait_until_seen(tmp_path / "late", {"seed": 1})
-    claiming.join()
-
-
-def test_differences_are_found_at_any_depth() -> None:
-    assert find_differences({"a": [1, 2], "b": {"c": None}}, {"a": [1, 3], "b": {"c": 0}}) == [
-        ("a", "[1, 2]", "[1, 3]"),
-        ("b.c", "null", "0"),
-    ]
-    assert find_differences({"a": 1}, {}) == [("a", "1", "absent")]
-
-
 def test_the_metrics_file_survives_a_kill_and_a_resume(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path)
     for step in range(1, 5):
@@ -358,35 +298,6 @@ def test_the_metrics_file_survives_a_kill_and_a_resume(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).write_text('{"kind": "train", "step": 1}\n{}\n')
     with pytest.raises(ValueError, match=r"line 2 of .*metrics.jsonl is not a metrics event: '\{\}"):
         read_events(tmp_path)
-
-
-def test_a_corpus_smaller_than_a_step_is_an_error(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "few.jsonl", num_pairs=12)
-    topology = Topology(process_index=0, process_count=2, local_devices=4)
-    with pytest.raises(
-        ValueError, match=r"the corpus has \d+ records, but one step takes 48 \(8 ranks of pack_size 6\)"
-    ):
-        prepare(tiny_config(corpus), topology, say=quiet)
-
-
-def test_the_identity_depends_on_the_data(tmp_path: Path, prepared: Prepared) -> None:
-    again = tiny_run(tmp_path)
-    assert again.identity == prepared.identity, "not where the data lie"
-    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
-    record = json.loads(lines[7])
-    lines[7] = json.dumps({**record, "response": record["response"] + "c"})
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    changed = prepare(again.config, again.topology, say=quiet)
-    assert {name.split(".")[0] for name, _, _ in find_differences(again.identity, changed.identity)} - {"config"} == {
-        "data"
-    }
-
-
-def test_a_constant_denominator_is_the_expected_number_of_tokens(prepared: Prepared) -> None:
-    assert prepared.expected_tokens is None
-    config = dataclasses.replace(prepared.config, constant_denominator=True)
-    per_record = loss_tokens(dataclasses.replace(prepared, evaluation=prepared.train)) / len(prepared.train)
-    assert dataclasses.replace(prepared, config=config).expected_tokens == pytest.approx(6 * per_record)
 
 
 def test_a_step_that_is_one_program_learns_what_the_decoupled_one_does(tmp_path: Path) -> None:
@@ -405,22 +316,6 @@ def test_a_step_that_is_one_program_learns_what_the_decoupled_one_does(tmp_path:
     np.testing.assert_allclose(one, two, rtol=1e-5)
     whole = [event for event in read_events(tmp_path / "spmd") if event["kind"] == "time"]
     assert {event["wait_share"] for event in whole} == {0}  # not to be told apart from the step
-
-
-def test_a_step_that_is_one_program_needs_packs_of_one_shape_and_as_many_on_each_device(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "pairs.jsonl")
-    bucketed = BucketedLayout(lengths=(32, 64), tokens_per_chunk=64)
-    with pytest.raises(ValueError, match="step 'spmd' needs packs of one shape, which BucketedLayout does not give"):
-        tiny_config(corpus, step="spmd", layout=bucketed)
-    with pytest.raises(ValueError, match="step must be 'decoupled' or 'spmd', got 'both'"):
-        tiny_config(corpus, step="both")
-    balance = BalanceConfig(pack_size=2, lookahead=3, lanes=4, packs_per_step=1)
-    topology = Topology(process_index=0, process_count=2, local_devices=3)
-    with pytest.raises(ValueError, match=r"but 4 packs a step \(4 lanes of 1\) can't be shared by 6 devices"):
-        prepare(tiny_config(corpus, step="spmd", balance=balance), topology, say=quiet)
-    fixed = tiny_config(corpus, step="spmd", layout=RowPackedOneShapeLayout(rows=5, length=64))
-    topology = Topology(process_index=0, process_count=1, local_devices=1)
-    assert prepare(fixed, topology, say=quiet).one_shape == (5, 64)
 
 
 def test_a_timeline_is_drawn_of_the_steps_that_were_timed(undisturbed: tuple[Path, Outcome], tmp_path: Path) -> None:

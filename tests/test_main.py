@@ -25,8 +25,9 @@ from tests.full_disk import largest_file
 from tests.tiny_run import STEPS, write_config, write_corpus
 from train import main as command
 from train.metrics_log import METRICS_FILE, read_events
-from train.prepare import Prepared, Say
+from train.prepare import Prepared
 from train.programs import Programs
+from train.token_files import Say
 from train.warm_up import warm_up
 
 pytestmark = pytest.mark.usefixtures("parsed_flags")

@@ -10,13 +10,19 @@ import numpy as np
 import pytest
 
 import train.prepare
-from bcl_grain.layouts import Layout, RowPackedLayout
+from bcl_grain.layouts import BucketedLayout, Layout, RowPackedLayout, RowPackedOneShapeLayout
 from bcl_grain.shapes import fit_rows
-from tests.tiny_run import tiny_config, tiny_run, write_corpus
+from tests.tiny_run import loss_tokens, quiet, tiny_config, tiny_run, write_corpus
 from train.bigram import fit_bigram
-from train.config import FitRows
+from train.config import BalanceConfig, FitRows
 from train.prepare import Prepared, prepare
+from train.run_directory import find_differences
 from train.topology import Topology
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return tiny_run(tmp_path_factory.mktemp("corpus"))
 
 
 def executed(prepared: Prepared, layout: Layout) -> float:
@@ -93,3 +99,48 @@ def test_the_baseline_sees_every_nth_record_of_a_large_corpus(tmp_path: Path, mo
     assert sampled.bigram_loss == fit_bigram(third, vocabulary).nats_per_token(list(whole.evaluation))
     assert whole.bigram_loss == fit_bigram(list(whole.train), vocabulary).nats_per_token(list(whole.evaluation))
     assert sampled.bigram_loss != whole.bigram_loss
+
+
+def test_a_corpus_smaller_than_a_step_is_an_error(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "few.jsonl", num_pairs=12)
+    topology = Topology(process_index=0, process_count=2, local_devices=4)
+    with pytest.raises(
+        ValueError, match=r"the corpus has \d+ records, but one step takes 48 \(8 ranks of pack_size 6\)"
+    ):
+        prepare(tiny_config(corpus), topology, say=quiet)
+
+
+def test_the_identity_depends_on_the_data(tmp_path: Path, prepared: Prepared) -> None:
+    again = tiny_run(tmp_path)
+    assert again.identity == prepared.identity, "not where the data lie"
+    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
+    record = json.loads(lines[7])
+    lines[7] = json.dumps({**record, "response": record["response"] + "c"})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    changed = prepare(again.config, again.topology, say=quiet)
+    assert {name.split(".")[0] for name, _, _ in find_differences(again.identity, changed.identity)} - {"config"} == {
+        "data"
+    }
+
+
+def test_a_constant_denominator_is_the_expected_number_of_tokens(prepared: Prepared) -> None:
+    assert prepared.expected_tokens is None
+    config = dataclasses.replace(prepared.config, constant_denominator=True)
+    per_record = loss_tokens(dataclasses.replace(prepared, evaluation=prepared.train)) / len(prepared.train)
+    assert dataclasses.replace(prepared, config=config).expected_tokens == pytest.approx(6 * per_record)
+
+
+def test_a_step_that_is_one_program_needs_packs_of_one_shape_and_as_many_on_each_device(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "pairs.jsonl")
+    bucketed = BucketedLayout(lengths=(32, 64), tokens_per_chunk=64)
+    with pytest.raises(ValueError, match="step 'spmd' needs packs of one shape, which BucketedLayout does not give"):
+        tiny_config(corpus, step="spmd", layout=bucketed)
+    with pytest.raises(ValueError, match="step must be 'decoupled' or 'spmd', got 'both'"):
+        tiny_config(corpus, step="both")
+    balance = BalanceConfig(pack_size=2, lookahead=3, lanes=4, packs_per_step=1)
+    topology = Topology(process_index=0, process_count=2, local_devices=3)
+    with pytest.raises(ValueError, match=r"but 4 packs a step \(4 lanes of 1\) can't be shared by 6 devices"):
+        prepare(tiny_config(corpus, step="spmd", balance=balance), topology, say=quiet)
+    fixed = tiny_config(corpus, step="spmd", layout=RowPackedOneShapeLayout(rows=5, length=64))
+    topology = Topology(process_index=0, process_count=1, local_devices=1)
+    assert prepare(fixed, topology, say=quiet).one_shape == (5, 64)

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import train.launch
-from tests.tiny_run import tiny_run, write_config, write_corpus
+from tests.tiny_run import quiet, tiny_run, write_config, write_corpus
 from train.checkpoints import load_params
 from train.config import BalanceConfig
 from train.launch import run
@@ -40,10 +40,6 @@ ROOT = Path(__file__).parents[1]
 STEPS = 20
 LANES = ("--set=balance.lanes=2", "--set=balance.packs_per_step=1")
 OPTIONS = (f"--steps={STEPS}", "--set=runtime.checkpoint_every=4", "--compile_cache=")
-
-
-def quiet(line: str) -> None:
-    del line
 
 
 def losses(run_dir: Path) -> dict[tuple[str, int], float]:

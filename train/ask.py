@@ -25,10 +25,9 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from train.answers import Answer, Prompts, Question, answers, open_model, read_questions
+from train.command_line import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, fail, parse_flags
 from train.jsonl import FileChangedError
 from train.sources import Source, open_source
-
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
 _MODEL = flags.DEFINE_string("model", None, "A Hugging Face directory or a GGUF file.", required=True)
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A question. May be repeated.")
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             params = model.params()
             out = None if _OUT.value is None else cleanup.enter_context(open(_OUT.value, "x", encoding="utf-8"))
         except (ValueError, OSError, FileChangedError) as error:
-            return _fail(error, EXIT_BAD_INPUT)
+            return fail(error, EXIT_BAD_INPUT)
         prompts = [question.ids for question in questions]
         found = answers(model, params, prompts, new_tokens=_MAX_TOKENS.value, batch_size=_BATCH_SIZE.value)
         bar = tqdm(found, total=len(prompts), unit="answer", disable=None if out else True)  # only on a terminal
@@ -76,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
                     out.write(json.dumps(_line(question, answer), ensure_ascii=False) + "\n")
                     out.flush()
         except OSError as error:
-            return _fail(OSError(f"can't write all answers: {error}"), EXIT_FAILED)
+            return fail(OSError(f"can't write all answers: {error}"), EXIT_FAILED)
         if cut:
             of = f"{cut} of {len(questions)} answers" if len(questions) > 1 else "the answer"
             print(f"cut after --max_tokens={_MAX_TOKENS.value}: {of}", file=sys.stderr)
@@ -106,17 +105,5 @@ def _line(question: Question, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _fail(error: Exception, exit_code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return exit_code
-
-
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(_fail(error, EXIT_BAD_INPUT))
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=parse_flags)

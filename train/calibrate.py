@@ -126,7 +126,7 @@ def about(prepared: Prepared, result: Calibration) -> dict[str, Any]:
         "machine": platform.machine(),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "model": dataclasses.asdict(prepared.model),
-        "layout": type(config.layout).__name__,
+        "layout": type(prepared.lay_out.layout).__name__,
         "attention": config.runtime.attention,
         "timings": {f"{rows}x{length}": dataclasses.asdict(t) for (rows, length), t in result.chunks.items()},
         "update": dataclasses.asdict(result.update),

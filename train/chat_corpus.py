@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,10 +13,8 @@ from train.config import CorpusConfig
 from train.gguf_tokenizer import gguf_chat_format
 from train.hf_tokenizer import hf_chat_format
 from train.jsonl import FileChangedError
-from train.token_files import SourceTokens, source_tokens
+from train.token_files import Say, SourceTokens, source_tokens
 from train.token_table import TokenTable
-
-Say = Callable[[str], None]
 
 
 def open_chat_format(path: str, *, template: str | None = None) -> ChatFormat:
@@ -40,21 +37,6 @@ def open_chat_format(path: str, *, template: str | None = None) -> ChatFormat:
     return read(path, chat_template=source)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatCorpus:
-    """Conversations of one or several sources as records.
-
-    Attributes:
-        train: To learn from.
-        evaluation: Held out: rows chosen by a hash of their place, so that they stay when others come or go.
-        num_leaked: Records left out of the evaluation because the same tokens are learnt from.
-    """
-
-    train: TokenTable
-    evaluation: TokenTable
-    num_leaked: int
-
-
 def read_chat_corpus(
     corpus: CorpusConfig,
     chat_format: ChatFormat,
@@ -64,8 +46,11 @@ def read_chat_corpus(
     workers: int | None,
     say: Say,
     progress: bool = False,
-) -> ChatCorpus:
+) -> tuple[TokenTable, TokenTable]:
     """Reads all rows, reports broken ones together, and holds a share of each source out.
+
+    Held out are rows chosen by a hash of their place, so that they stay when others come or go, but for those whose
+    tokens are also learnt from.
 
     Args:
         corpus: Which files, how they are read, what is held out.
@@ -75,6 +60,9 @@ def read_chat_corpus(
         workers: See `source_tokens`.
         say: Takes lines for the user.
         progress: Whether a bar shows how far the reading is.
+
+    Returns:
+        What to learn from, and what is held out.
 
     Raises:
         ValueError: If a source can't be read, or has broken rows and `on_bad_row` is "stop"; all of them are named.
@@ -113,11 +101,9 @@ def read_chat_corpus(
         )
     if leaked.any():
         say(f"held-out: {leaked.sum():,} records left out because the training part has the same")
-    return ChatCorpus(
-        train=train if corpus.chat_weights is None else _mixed(train, parts, corpus, seed, say),
-        evaluation=evaluation.select(~leaked),
-        num_leaked=int(leaked.sum()),
-    )
+    if corpus.chat_weights is not None:
+        train = _mixed(train, parts, corpus, seed, say)
+    return train, evaluation.select(~leaked)
 
 
 def _report(path: str, found: SourceTokens, on_bad_row: str, say: Say) -> None:

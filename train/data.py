@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypedDict, TypeVar, cast
 
 import grain
 import numpy as np
@@ -19,7 +19,7 @@ from bcl_grain.chunks import Chunk
 from bcl_grain.cost_prior import CostPrior, estimate_cost_prior
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import Layout
-from bcl_grain.planner_config import OnChangedSettings
+from bcl_grain.planner_config import OnChangedSettings, Order, Policy
 from train.config import BalanceConfig
 from train.token_table import TokenTable
 from train.tokenizers import IntArray, Record
@@ -196,6 +196,34 @@ def cost_prior(
     return estimate_cost_prior(records, cost, pack_size=balance.pack_size, num_records=balance.prior_records, seed=seed)
 
 
+class PlannerSettings(TypedDict):
+    """How a lane's records become packs: what the pipeline gets, and whoever plans beforehand what it will do."""
+
+    pack_size: int
+    packs_per_step: int
+    lookahead: int
+    policy: Policy
+    order: Order
+    num_packs: int
+    prior: CostPrior | None
+    seed: int
+
+
+def planner_settings(job: JobSize, balance: BalanceConfig, *, prior: CostPrior | None, seed: int) -> PlannerSettings:
+    """Returns a lane's settings; the order's key is the same on all lanes, so that the policy may align them."""
+    packs_per_step = balance.packs_per_step or 1
+    return {
+        "pack_size": balance.pack_size,
+        "packs_per_step": packs_per_step,
+        "lookahead": balance.lookahead,
+        "policy": balance.policy,
+        "order": balance.order,
+        "num_packs": job.steps * packs_per_step,
+        "prior": prior,
+        "seed": seed,
+    }
+
+
 def train_dataset(
     records: Sequence[Record],
     job: JobSize,
@@ -218,20 +246,12 @@ def train_dataset(
     lane served, for one iterator. `on_changed_balance`: see `RuntimeConfig`.
     """
     counters = {} if telemetry is None else telemetry
-    packs_per_step = balance.packs_per_step or 1
+    settings = planner_settings(job, balance, prior=prior, seed=seed)
 
     def lane(shard: grain.MapDataset[Record], number: int) -> grain.IterDataset[Pack]:
-        # The order's key is the same on all lanes, so that the policy may align them.
         packs = shard.to_iter_dataset(READ_IN_PLACE).pipe(
             bcl.BatchCostLookaheadIterDataset,
-            pack_size=balance.pack_size,
-            packs_per_step=packs_per_step,
-            lookahead=balance.lookahead,
-            policy=balance.policy,
-            order=balance.order,
-            num_packs=job.steps * packs_per_step,
-            prior=prior,
-            seed=seed,
+            **settings,
             cost_fn=lay_out.cost,
             capacity=capacity,
             size_fn=None if capacity is None else _num_tokens,
@@ -246,7 +266,7 @@ def train_dataset(
         num_lanes=balance.lanes or num_hosts,
         host=host,
         num_hosts=num_hosts,
-        packs_per_step=packs_per_step,
+        packs_per_step=settings["packs_per_step"],
     )
     if not prefetch_steps:
         return ds

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from train.comparison import Comparison
-from train.prepare import Prepared, Say
+from train.prepare import Prepared
 from train.report import compare_all
+from train.token_files import Say
 from train.warm_up import check_fit
 
 EVAL_COST_OF_TRAINING = 1 / 3

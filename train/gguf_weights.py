@@ -218,7 +218,7 @@ def _check_type(path: str, name: str, tensor: Any) -> None:
         return
     try:
         gguf.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], tensor.tensor_type)
-    except (NotImplementedError, ValueError) as error:
+    except (NotImplementedError, ValueError) as error:  # the first is the library's word for a type it can't decode
         raise ValueError(
             f"tensor {name!r} in {path!r} is of type {tensor.tensor_type.name}, which can't be read ({error}): take a "
             "file of another quantisation, such as Q8_0 or F16"

@@ -37,7 +37,7 @@ from train.global_programs import Metrics
 from train.metrics_log import MetricsLog
 from train.model import Params
 from train.notes import decode, note_of, pack_figures, time_figures
-from train.prepare import Prepared, Say
+from train.prepare import Prepared
 from train.processes import agree, wait_for_all
 from train.programs import Programs
 from train.run_directory import began
@@ -46,6 +46,7 @@ from train.starting import claim, start
 from train.state import TrainState
 from train.step import Chunk, evaluate, train_step
 from train.stopping import StopRequest
+from train.token_files import Say
 from train.topology import deal, packs_per_step
 
 

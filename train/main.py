@@ -24,6 +24,7 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from train.checkpoints import CheckpointError, SaveError, latest_step, saved_steps
+from train.command_line import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, fail, parse_flags
 from train.compiling import enable_compile_cache
 from train.dry_run import MUCH_EVALUATION, dry_run, evaluation_share
 from train.loop import DivergedError, LateCompilationError, run_training
@@ -36,7 +37,7 @@ from train.starting import StartError
 from train.topology import Topology, recall_lanes
 from train.warm_up import warm_up
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
+EXIT_STOPPED = 75
 
 _CONFIG = flags.DEFINE_string("config", None, "Config file: defines get_config() -> TrainConfig.", required=True)
 _SET = flags.DEFINE_multi_string(
@@ -122,7 +123,7 @@ def _main(argv: Sequence[str]) -> int:
         )
         agree(_agreement(prepared))
     except ValueError as error:
-        return _fail(error, EXIT_BAD_INPUT)
+        return fail(error, EXIT_BAD_INPUT)
     say(f"run directory: {run_dir}; inputs ready after {time.monotonic() - start:.1f} s")
     if (share := evaluation_share(prepared)) > MUCH_EVALUATION:
         say(
@@ -133,16 +134,16 @@ def _main(argv: Sequence[str]) -> int:
     try:
         programs = warm_up(prepared, say)
     except ValueError as error:
-        return _fail(error, EXIT_BAD_INPUT)
+        return fail(error, EXIT_BAD_INPUT)
     try:
         outcome = run_training(prepared, programs, run_dir, init=init, say=write)
     except (CheckpointError, DisagreementError, StartError) as error:
-        return _fail(error, EXIT_BAD_INPUT)
+        return fail(error, EXIT_BAD_INPUT)
     except (DivergedError, LateCompilationError, SaveError) as error:
-        return _fail(error, EXIT_FAILED)
+        return fail(error, EXIT_FAILED)
     except OSError as error:
         remedy = "The checkpoints that are there are whole: make room or mend it, then go on with --resume"
-        return _fail(OSError(f"can't go on in {str(run_dir)!r}: {error}. {remedy}"), EXIT_FAILED)
+        return fail(OSError(f"can't go on in {str(run_dir)!r}: {error}. {remedy}"), EXIT_FAILED)
     if outcome.stopped_by is not None:
         wait_for_all("the checkpoint is saved")  # process 0 is busy with its checksums
         say(
@@ -208,17 +209,5 @@ def _run_dir() -> Path:
     return next(path for i in itertools.count(1) if not (path := Path("runs", f"{name}-{i:03}")).exists())
 
 
-def _fail(error: Exception, exit_code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
-    return exit_code
-
-
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(_fail(error, EXIT_BAD_INPUT))
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse_flags)
+    app.run(main, flags_parser=parse_flags)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,10 @@ from train.parameter_names import FINAL_NORM
 from train.peft_adapters import WEIGHTS_FILE, read_lora_config
 from train.pretrained import Pretrained, open_pretrained
 from train.state import Optimizer, make_optimizer
+from train.token_files import Say
 from train.token_table import TokenTable
 from train.tokenizers import ByteTokenizer, IntArray, Tokenizer, load_tokenizer, to_record
 from train.topology import Topology, packs_per_step, settle_lanes
-
-Say = Callable[[str], None]
-"""Takes a line for the user."""
 
 _CALIBRATE = "calibrate anew: python -m train.calibrate with this config"
 
@@ -238,7 +236,7 @@ def _split(corpus: CorpusConfig, say: Say) -> Split:
 def _conversations(
     config: TrainConfig, topology: Topology, chat_format: ChatFormat, say: Say
 ) -> tuple[TokenTable, TokenTable]:
-    corpus = read_chat_corpus(
+    return read_chat_corpus(
         config.corpus,
         chat_format,
         seed=config.seed,
@@ -247,7 +245,6 @@ def _conversations(
         say=say,
         progress=topology.is_main,
     )
-    return corpus.train, corpus.evaluation
 
 
 def _capped(records: TokenTable, part: str, corpus: CorpusConfig, say: Say) -> TokenTable:

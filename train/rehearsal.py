@@ -19,7 +19,7 @@ from bcl_grain.planner import FILLER, PlannerConfig
 from bcl_grain.rows import first_fit_decreasing
 from bcl_grain.simulate import plan_stream
 from train.config import BalanceConfig
-from train.data import JobSize, arrival_sizes
+from train.data import JobSize, arrival_sizes, planner_settings
 from train.tokenizers import IntArray
 
 T = TypeVar("T")
@@ -106,21 +106,10 @@ def _rows_of_steps(
     seed: int,
 ) -> IntArray:
     """Returns the rows that a lane's largest pack of each step needs, [steps]."""
-    packs_per_step = balance.packs_per_step or 1
-    config = PlannerConfig(
-        pack_size=balance.pack_size,
-        packs_per_step=packs_per_step,
-        lookahead=balance.lookahead,
-        policy=balance.policy,
-        order=balance.order,
-        num_packs=job.steps * packs_per_step,
-        prior=prior,
-        seed=seed,
-        capacity=capacity,
-        on_overflow="extra_chunk",
-    )
+    settings = planner_settings(job, balance, prior=prior, seed=seed)
+    config = PlannerConfig(**settings, capacity=capacity, on_overflow="extra_chunk")
     rows = [
         len(first_fit_decreasing(lengths[[i for i in pack if i != FILLER]].tolist(), capacity[1]))
         for pack in plan_stream(config, cost.of_length(lengths), lengths)
     ]
-    return np.array(rows).reshape(job.steps, packs_per_step).max(axis=1)
+    return np.array(rows).reshape(job.steps, config.packs_per_step).max(axis=1)

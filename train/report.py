@@ -16,10 +16,11 @@ from train.exporting import ADAPTERS_DIR, MODEL_DIR
 from train.loop import Outcome
 from train.metrics_log import METRICS_FILE, Event, read_events
 from train.plots import PLOT_FILE, draw_run
-from train.prepare import Prepared, Say
+from train.prepare import Prepared
 from train.programs import Programs
 from train.samples import SAMPLES_FILE
 from train.timeline import TIMELINE_FILE, draw_timeline
+from train.token_files import Say
 
 SUMMARY_FILE = "summary.json"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ _LABELS = {
     "wait": "waiting for the slowest rank",
     "update": "update",
 }
+_LEGEND: dict[str, Any] = {"fontsize": 8, "loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 4}  # off the bars
 
 
 def segments(events: Sequence[Event]) -> dict[str, FloatArray]:
@@ -61,7 +63,7 @@ def draw_timeline(path: Path, events: Sequence[Event]) -> bool:
     for name, part in parts.items():
         shares_axes.plot(steps, 100 * part.mean(axis=1) / whole, color=_COLORS[name], label=_LABELS[name])
     shares_axes.set(title="share of a step, mean over ranks", xlabel="step", ylabel="% of the step", ylim=(0, None))
-    shares_axes.legend(fontsize=8)
+    shares_axes.legend(**_LEGEND)
     shares_axes.grid(alpha=0.25)
     figure.savefig(path, dpi=110)
     return True
@@ -83,4 +85,4 @@ def _draw_ranks(axes: Axes, events: Sequence[Event]) -> None:
     title = f"steps {events[0]['step']} to {events[-1]['step']}, those without times left out"
     axes.set(title=title, xlabel="seconds", ylabel="rank", yticks=ranks)
     axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="upper right")
+    axes.legend(**_LEGEND)

@@ -35,6 +35,7 @@ from train.token_table import ENTRY, TokenTable
 from train.tokenizing import read_blocks
 
 Say = Callable[[str], None]
+"""Takes a line for the user."""
 
 TOKENS_FILE, ENTRIES_FILE, FRACTIONS_FILE, ABOUT_FILE = "tokens.bin", "entries.bin", "fractions.bin", "about.json"
 

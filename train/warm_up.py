@@ -6,9 +6,10 @@ import jax
 
 from bcl_grain.memory import GIB
 from train.memory import Setup, check_memory, device_gib, peak_bytes
-from train.prepare import Prepared, Say
+from train.prepare import Prepared
 from train.program_memory import check_program_memory
 from train.programs import Programs, compile_programs
+from train.token_files import Say
 
 
 def check_fit(prepared: Prepared) -> float:
