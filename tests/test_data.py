@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train.data
 from bcl_grain.costs import TransformerCost
 from bcl_grain.layouts import BucketedLayout, Layout, PaddedLayout, RowPackedLayout
 from train.config import BalanceConfig
@@ -147,6 +148,19 @@ def test_a_step_holds_the_same_records_on_any_number_of_hosts(num_hosts: int) ->
         iterator.close()
     assert steps == [held(packs) for packs in dataset(job, lanes=4, packs_per_step=1)]
     assert len(steps) == 9
+
+
+def test_the_run_s_seed_orders_the_steps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same arrivals: another seed gives the same packs, in another order."""
+    monkeypatch.setattr(train.data, "arrivals", lambda source, *_, **__: grain.MapDataset.source(source))
+    job = job_size(50, pack_size=4, ranks=1, steps=12, epochs=1)
+    balance = BalanceConfig(pack_size=4, lookahead=12, policy="windowed", lanes=1, packs_per_step=1)
+    orders = []
+    for seed in (1, 2, 1):
+        steps = train_dataset(records(), job, balance=balance, prior=None, lay_out=LAY_OUT, seed=seed)
+        orders.append([sorted(held(packs).elements()) for packs in steps])
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
 
 
 def test_a_pack_counts_what_it_holds() -> None:

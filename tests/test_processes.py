@@ -198,6 +198,14 @@ def test_a_process_that_is_gone_is_no_bad_input(tmp_path: Path) -> None:
     assert message.startswith("another process is gone: ")
 
 
+def test_a_model_that_one_process_can_not_read_is_told_by_all(tmp_path: Path) -> None:
+    """The others would wait for it in the first step."""
+    (first, code), (second, other) = two_processes("starting", tmp_path)
+    assert code == other == 0
+    assert second == "the model can't be read: a disk of one process alone"
+    assert first == f"process 1: {second}"
+
+
 def test_a_job_can_be_terminated_before_it_trains() -> None:
     """JAX's own handler only takes note of the signal."""
     join_and_terminate = (

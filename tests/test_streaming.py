@@ -205,9 +205,12 @@ def outlier_cycles(config: PlannerConfig, costs: FloatArray, above: float) -> li
     return [int((costs[np.concatenate(cycle.packs)] > above).sum()) for cycle in cycles_of(config, costs)]
 
 
+@pytest.mark.parametrize("max_age", [4, 16])
 @pytest.mark.parametrize("knows_end", [False, True])
-def test_outliers_come_out_every_second_cycle_on_all_streams(knows_end: bool) -> None:
-    config = PlannerConfig(pack_size=8, lookahead=32, policy="streaming", num_packs=480 if knows_end else None)
+def test_outliers_come_out_every_second_cycle_on_all_streams(knows_end: bool, max_age: int) -> None:
+    """With a low bound on age as well: what can't wait for the next wave comes out in this one."""
+    num_packs = 480 if knows_end else None
+    config = PlannerConfig(pack_size=8, lookahead=32, policy="streaming", num_packs=num_packs, max_age=max_age)
     counts = []
     for seed in range(4):
         rng = np.random.default_rng(seed)

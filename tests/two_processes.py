@@ -1,9 +1,10 @@
 """One of two processes whose shapes differ at every step: writes what it gets.
 
-    python tests/two_processes.py ADDRESS PROCESS decoupled|naive|agreeing|waiting|leaving FILE
+    python tests/two_processes.py ADDRESS PROCESS decoupled|naive|agreeing|waiting|leaving|starting FILE
 
 "decoupled" trains as the trainer does, "naive" calls one global jit, "agreeing" asks for agreement before that. In
-"waiting" they have no shapes at all, but process 0 is late, twice; in "leaving" process 1 dies in an exchange.
+"waiting" they have no shapes at all, but process 0 is late, twice; in "leaving" process 1 dies in an exchange; in
+"starting" it can't read the model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.tiny_chunks import CONFIG, SHAPES, make_pack
-from train import processes
+from train import processes, starting
 from train.compiling import CompileCounter
 from train.processes import DisagreementError, agree, exchange, join, leave
 from train.programs import compile_programs
@@ -106,6 +107,24 @@ def deserted(process: int) -> str:
     return "nothing"
 
 
+def unreadable(process: int) -> str:
+    """Returns what a start says if the other process can read the model, or this one."""
+
+    def first_state(prepared: Any, programs: Any) -> Any:
+        if process == 1:
+            raise OSError("a disk of one process alone")
+
+    nothing: Any = None
+    for name in ("frozen_params", "compile_sampler"):
+        setattr(starting, name, lambda prepared, programs: nothing)
+    starting.first_state = first_state
+    try:
+        starting.start(nothing, nothing)
+    except starting.StartError as error:
+        return str(error)
+    return "nothing"
+
+
 if __name__ == "__main__":
     address, process, how, output = sys.argv[1:]
     join(coordinator_address=address, num_processes=2, process_id=int(process))
@@ -115,6 +134,8 @@ if __name__ == "__main__":
             agree({"chunk shapes": [[rows, 4]]})
         if how == "waiting":
             result: Any = patience(int(process))
+        elif how == "starting":
+            result = unreadable(int(process))
         elif how == "leaving":
             result = deserted(int(process))
         else:
